@@ -136,7 +136,7 @@ winners: setup  # half an hour
 
 gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
 	$(BIN)/python -m autotune.gallery.page
-	$(BIN)/python -m autotune.gallery.card_rates
+	$(BIN)/python benchmarks/predict/card_rates.py
 
 mutants: setup
 	$(BIN)/python benchmarks/reliability/mutants.py --json benchmarks/results/mutants.json

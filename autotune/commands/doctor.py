@@ -300,7 +300,7 @@ _TRAIN_THERE = f"--python PATH of the environment that you train in, or {install
 
 def _python(ranks: Interpreter) -> Iterator[Finding]:
     """Check the Python of the ranks, and that the versions of its packages are supported."""
-    found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
+    found = f"{ranks.python} ({ranks.path})"
     if ranks.is_other:
         found += f", apart from autotune's own ({OWN.path})"
     try:

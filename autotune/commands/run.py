@@ -457,8 +457,6 @@ def _proposer(setup: Setup, predictor: Predictor) -> Proposer:
     return Proposer(
         list(setup.candidates),
         setup.space,
-        setup.job,
-        setup.hardware,
         setup.seed,
         predictor,
         tolerance=setup.tolerance,
@@ -481,8 +479,6 @@ def _search(
         store,
         executor,
         proposer,
-        setup.space,
-        setup.hardware,
         budget_seconds=setup.budget_seconds,
         max_trials=setup.max_trials,
         spent_seconds=spent_seconds,

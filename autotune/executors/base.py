@@ -88,19 +88,13 @@ def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, 
 class Session(Protocol):
     """One engine. Only micro-batch and accumulation may change during its life."""
 
-    @property
-    def alive(self) -> bool:
-        """True if another candidate of the same family can be measured."""
+    alive: bool  # another candidate of the same family can be measured
+    missing_op: str = ""  # builder of an op that the probe run needs and no config predicted
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """Report of rank 0 of a script: empty if no script runs."""
         return {}
-
-    @property
-    def missing_op(self) -> str:
-        """Builder of an op that the probe run needs and no config predicted; empty if there is none."""
-        return ""
 
     def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Return the candidate's outcome within the deadline plus one kill grace period.
@@ -119,9 +113,7 @@ class Session(Protocol):
 class LaunchTarget(Protocol):
     """Place that starts groups of ranks: this machine (`machine.LocalMachine`), or several (`cluster.cluster.Cluster`)."""
 
-    @property
-    def ops(self) -> Ops:
-        """Return the DeepSpeed ops that were built or failed."""
+    ops: Ops  # the DeepSpeed ops that were built or failed
 
     @property
     def launcher(self) -> Launcher | MultiHostLaunch:
@@ -163,13 +155,8 @@ class LaunchTarget(Protocol):
 class Executor(Protocol):
     """Runs candidates. An executor without processes inherits the methods that prepare and end them, which do nothing."""
 
-    @property
-    def job(self) -> Job:
-        """Return the job, which is a stand-in before a script's probe run."""
-
-    @property
-    def hardware(self) -> Hardware:
-        """Return the devices of the ranks."""
+    job: Job  # a stand-in before a script's probe run
+    hardware: Hardware  # the devices of the ranks
 
     def begin(self) -> None:
         """Start the imports that `open` waits for, and return at once."""

@@ -56,9 +56,8 @@ class LocalExecutor:
         hardware: the machine, or all nodes.
         folder: the study's folder or one below it. Each trial's logs go to a subfolder.
         candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
-        isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
+        isolation: see `RankRequirements`.
         deadlines: limits without progress; None: by the type of job.
-        seed: random seed of the ranks.
         cancelled: polled several times a second; if True, a running trial ends as interrupted.
         show: receives the current slow operation; empty when it is done.
         fault: returns a fault that tests inject into the named trial.
@@ -66,7 +65,6 @@ class LocalExecutor:
         target: where ranks run; None: on this machine.
         variables: environment of ranks on this machine, such as their devices if other jobs use the rest.
         study: the study's folder, if `folder` is another.
-        unprotected: run user code without a sandbox on machines that offer none.
         kept: folders to which scripts write lastingly, such as logs that a benchmark reads.
     """
 
@@ -101,9 +99,8 @@ class LocalExecutor:
         self.print_line: Callable[[str], None] = lambda text: None
         self.is_local = target is None
         self.meter = make_meter(hardware) if target is None else Meter()  # nodes have their own meters
-        self.target = target or LocalMachine(
-            folder, Ops(lambda text: self.print_line(text), show), lambda: self.cancelled()
-        )
+        ops = Ops(lambda text: self.print_line(text), show)
+        self.target = target or LocalMachine(folder, ops, lambda: self.cancelled())
 
     @property
     def rank_module(self) -> str:
@@ -140,16 +137,8 @@ class LocalExecutor:
 
     def _needs(self) -> RankRequirements:
         modules = [self.rank_module, *(heavy_imports(self.job.script) if self.job.script else [])]
-        model = self.job.model.config.get("model_type")
-        return RankRequirements(
-            self.hardware.device,
-            self.threads,
-            self.isolation,
-            modules,
-            model,
-            variables=self._variables,
-            interpreter=self.job.interpreter,
-        )
+        ranks = (self.hardware.device, self.threads, self.isolation, modules, self.job.model.config.get("model_type"))
+        return RankRequirements(*ranks, variables=self._variables, interpreter=self.job.interpreter)
 
     def load_ops(self, candidates: list[Candidate], *names: str, job: Job | None = None) -> None:
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders."""
@@ -233,7 +222,7 @@ class LocalSession:
         self._executor, self._candidate, self._patience, self._job = executor, candidate, patience, job
         self._folder = executor.folder / "trials" / name
         self._group: WorkerGroup | None = None
-        self._ended = False
+        self.alive = True
         self._ready, self._answers = set[int](), dict[int, Message]()
         self._results: list[Message] = []  # results of the last measurement, by rank
         self._checkpoint: Path | None = None  # loaded by the next group
@@ -241,11 +230,6 @@ class LocalSession:
         self._steps = 0.0  # optimizer steps of a script so far
         self.facts: dict[str, Any] = {}  # reported by rank 0 of a script
         self.missing_op = ""  # builder of an op that the probe run needs and no config predicted
-
-    @property
-    def alive(self) -> bool:
-        """Return False after the session has ended."""
-        return not self._ended
 
     @property
     def failed_at(self) -> float | None:
@@ -268,16 +252,16 @@ class LocalSession:
             if stop is WatchEnd.ARRIVED:
                 stop = self._ask_measure(candidate, measure_spec, deadline, 0.6 * deadline_seconds, ready - began)
             if stop is WatchEnd.ARRIVED and measure_spec.certify:
-                stop = self._ask_certify(candidate, deadline)
+                self._running().enter(Phase.SAVE)
+                stop = self._request("certify", deadline, micro_batch=candidate.micro_batch)
             if stop is WatchEnd.ARRIVED and measure_spec.resume:
                 outcome = self._resume(candidate, measure_spec, deadline)
             else:
                 outcome = self._measured(candidate) if stop is WatchEnd.ARRIVED else self._failed(stop)
             ended = time.monotonic()
             if stop is WatchEnd.DEADLINE and outcome.kind is OutcomeKind.INTERRUPTED and ended < deadline:
-                outcome = too_slow_outcome(
-                    outcome.phase, candidate, ended - ready, scripted=self._job.script is not None
-                )
+                scripted = self._job.script is not None
+                outcome = too_slow_outcome(outcome.phase, candidate, ended - ready, scripted=scripted)
         except Stopped:  # during a restart of the fork server
             outcome = interrupted_outcome(Phase.START)
         except MachineError as error:  # a lost node did not return
@@ -305,7 +289,6 @@ class LocalSession:
         """Have the ranks measure, and store their answers in `_results`.
 
         Args:
-            measure_spec: length of the measurement.
             deadline: of the trial.
             most_seconds: of the measurement.
             start_seconds: time that the trial took so far.
@@ -332,11 +315,6 @@ class LocalSession:
             stop = self._await_answers(deadline)
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop
-
-    def _ask_certify(self, candidate: Candidate, deadline: float) -> WatchEnd:
-        """Have the ranks run the parts of training besides steps: evaluation and save."""
-        self._running().enter(Phase.SAVE)
-        return self._request("certify", deadline, micro_batch=candidate.micro_batch)
 
     def _resume(self, candidate: Candidate, measure_spec: MeasureSpec, deadline: float) -> Outcome:
         """Save a checkpoint, end the group, and have a new group resume from it."""
@@ -373,8 +351,8 @@ class LocalSession:
         hardware = self._executor.hardware
         seen = (self._results, group.peaks(), group.seconds_by_phase())
         measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
-        if self._peak_bytes_outside_steps > measurement.peak_bytes:
-            measurement = dataclasses.replace(measurement, peak_bytes=self._peak_bytes_outside_steps)
+        peak_bytes = max(measurement.peak_bytes, self._peak_bytes_outside_steps)
+        measurement = dataclasses.replace(measurement, peak_bytes=peak_bytes)
         trace = TrainingTrace.merged([one.get("trace") for one in self._results])
         found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes, trace=trace)
         return self._executor.complete(candidate, found)
@@ -443,11 +421,10 @@ class LocalSession:
             self._steps = message["steps"] + message["micro_batches"] / self.facts.get("accumulation", 1)
         elif verb == "unbuilt":
             self.missing_op = message["op"]
-        elif verb in ("loaded", "measured"):
-            if verb == "loaded" or message.get("certified"):
-                self._peak_bytes_outside_steps = max(self._peak_bytes_outside_steps, counted_peak_bytes(message))
-            if verb == "measured":
-                self._answers[rank] = message
+        elif verb == "measured":
+            self._answers[rank] = message
+        if verb == "loaded" or (verb == "measured" and message.get("certified")):
+            self._peak_bytes_outside_steps = max(self._peak_bytes_outside_steps, counted_peak_bytes(message))
 
     def _request(self, verb: str, deadline: float, **request: Any) -> WatchEnd:
         """Send a request to every rank and wait for all answers."""
@@ -483,8 +460,8 @@ class LocalSession:
 
     def close(self) -> None:
         """End all ranks and wait until none is left."""
-        ended, self._ended = self._ended, True
-        if not ended and self._group is not None:
+        was_alive, self.alive = self.alive, False
+        if was_alive and self._group is not None:
             self._group.end()
             remove_scratch(self._executor.folder)
             with suppress(OSError):  # the folder is not empty during a resume trial
@@ -492,8 +469,6 @@ class LocalSession:
 
 
 # -- measurement -------------------------------------------------------------------------------------------------------
-#
-# Convert the ranks' reports, or their failure, to the trial's outcome.
 
 _MEASURE = "measure"  # seconds of a whole measurement, as ranks report no phases of their steps while they are measured
 
@@ -512,8 +487,6 @@ def measurement_of(
 
     Args:
         results: the `measured` message of each rank, by rank.
-        peaks: sampled peaks.
-        phase_seconds: seconds by phase.
         facts: report of rank 0 of a script.
     """
     # ranks of a slice are timed separately; other ranks share one time
@@ -595,7 +568,6 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
 
     Args:
         greeted: True if all ranks had started; before that, they have received nothing of the candidate.
-        server_lives: True if the fork server is alive.
     """
     verdict = classify_failure(evidence)
     kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
@@ -605,16 +577,12 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
         kind, reason = OutcomeKind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
     if not greeted:
         kind, reason = OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
-    return Outcome(
-        kind,
-        verdict.phase,
+    return dataclasses.replace(
+        verdict,
+        kind=kind,
         reason=reason,
         evidence=said,
-        source=verdict.source,
         limits=suspected_limits(evidence),
-        exceptions=verdict.exceptions,
-        rank=verdict.rank,
-        missing_bytes=verdict.missing_bytes,
         capacity_bytes=_capacity_of(kind, evidence),
         peak_bytes=_peak_of(evidence),
     )
@@ -644,8 +612,7 @@ def _peak_of(evidence: FailureEvidence) -> int | None:
 def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -> Outcome | None:
     """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
-    Args:
-        known: True if the script has been measured before, so that the candidate is the cause.
+    The candidate is the cause if the script is `known`: measured before.
 
     Raises:
         Unusable: the script cannot be tuned with any candidate.
@@ -680,16 +647,13 @@ def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Ou
         waited_seconds: time that it waited for the device's memory.
         compiles: torch.compile was at work in a rank.
     """
-    why, said = "its share of the budget ended", "deadline of the budget"
+    why, kind = "its share of the budget ended", OutcomeKind.INTERRUPTED
     if compiles:
-        why = f"{why}, while torch.compile compiled the model"
-    kind = OutcomeKind.INTERRUPTED
+        why += ", while torch.compile compiled the model"
     if waited_seconds:  # GPU contention must not count as a slow candidate
-        kind, why = (
-            OutcomeKind.GPU_CONTENTION,
-            f"{why}, after {waited_seconds:.0f} s of waiting for the device's memory",
-        )
-    return Outcome(kind, phase, reason=why, evidence=said, source=Source.BUDGET)
+        kind = OutcomeKind.GPU_CONTENTION
+        why += f", after {waited_seconds:.0f} s of waiting for the device's memory"
+    return Outcome(kind, phase, reason=why, evidence="deadline of the budget", source=Source.BUDGET)
 
 
 # -- node slice --------------------------------------------------------------------------------------------------------
@@ -705,9 +669,6 @@ class SliceExtrapolator:
     """Adds predicted communication to a slice's measurement.
 
     Its predictor does not learn, so that all trials are treated alike.
-
-    Args:
-        hardware: all nodes.
     """
 
     def __init__(self, job: Job, hardware: Hardware) -> None:
@@ -756,17 +717,14 @@ class Deadlines:
     init: float = 120.0
     step: float = 60.0
 
-    def of(self, phase: Phase) -> float:
-        """Return the seconds that a phase may take."""
-        return {Phase.START: self.start, Phase.INIT: self.init}.get(phase, self.step)
-
     def allowing(self, seconds: float, patience: float) -> Callable[[Phase], float]:
         """Return the limit of each phase: `seconds` more in heavy phases, all times `patience`.
 
         Heavy phases create or move weights and optimizer states.
         """
+        own = {Phase.START: self.start, Phase.INIT: self.init}
         heavy = (Phase.INIT, Phase.LOAD, Phase.SAVE)
-        return lambda phase: patience * (self.of(phase) + (seconds if phase in heavy else 0.0))
+        return lambda phase: patience * (own.get(phase, self.step) + (seconds if phase in heavy else 0.0))
 
 
 # Scripts may wait for the network, or for another process that prepares their data.
@@ -813,24 +771,14 @@ def check_group(
 ) -> None:
     """Start a group of ranks that add numbers.
 
-    Args:
-        launcher: starts the ranks.
-        spec: the job and further settings of the ranks.
-        ranks: number of ranks.
-        folder: log folder.
-        cancelled: True if the user cancelled.
-
     Raises:
         MachineError: the test failed; one line with NCCL's last message and a remedy.
     """
-    imported: set[int] = set()
-    answers: set[int] = set()
+    imported, answers = set[int](), set[int]()
+    ranks_by_verb = {"imported": imported, "measured": answers}
 
     def take(rank: int, message: Message) -> None:
-        if message["type"] == "imported":
-            imported.add(rank)
-        elif message["type"] == "measured":
-            answers.add(rank)
+        ranks_by_verb.get(message["type"], set()).add(rank)
 
     folder.mkdir(parents=True, exist_ok=True)
     group = WorkerGroup(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
@@ -851,13 +799,7 @@ def check_group(
 
 
 def _complaint(stop: WatchEnd, group: WorkerGroup, folder: Path, importing: bool) -> str:
-    """Return the failure in one line.
-
-    Args:
-        stop: reason for the end.
-        folder: log folder.
-        importing: the ranks had not yet communicated.
-    """
+    """Return the failure in one line; `importing`: the ranks had not yet communicated."""
     if stop is WatchEnd.DEADLINE:
         reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {group.phase.value}: the ranks hang"
         if importing:

@@ -29,36 +29,20 @@ from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, tr
 from autotune.workers.protocol import Message
 
 # -- local machine -----------------------------------------------------------------------------------------------------
-#
-# One machine's resources for a study or a training: a launcher of ranks and DeepSpeed's ops.
-#
-# The local executor has one, and so has the agent of every node (`cluster/agent.py`).
 
 
 @dataclass(frozen=True)
 class RankRequirements:
-    """Requirements of a job's ranks on their machine.
+    """Requirements of a job's ranks on their machine."""
 
-    Args:
-        device: `cuda` or `cpu`.
-        threads: CPU threads per rank.
-        isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
-        modules: additional imports of the fork server.
-        model_type: transformers model type, which the server also imports.
-        training: ranks train to the end in the user's own environment, instead of being measured.
-        cwd: working directory of the ranks; None: this process's.
-        variables: additional environment variables of the ranks.
-        interpreter: of the ranks.
-    """
-
-    device: str
-    threads: int
-    isolation: str = "spawn"
-    modules: Sequence[str] = ()
-    model_type: str | None = None
-    training: bool = False
-    cwd: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    device: str  # `cuda` or `cpu`
+    threads: int  # CPU threads per rank
+    isolation: str = "spawn"  # cold starts; `fork`: from a server that has imported everything
+    modules: Sequence[str] = ()  # additional imports of the fork server
+    model_type: str | None = None  # transformers model type, which the server also imports
+    training: bool = False  # ranks train to the end in the user's own environment, instead of being measured
+    cwd: str | None = None  # working directory of the ranks; None: this process's
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional environment variables of the ranks
     interpreter: Interpreter = OWN
 
     def environment(self) -> dict[str, str]:
@@ -68,11 +52,10 @@ class RankRequirements:
 
 
 class LocalMachine:
-    """Starts ranks on this machine.
+    """Starts ranks on this machine. The local executor has one, and so has the agent of every node (`cluster/agent.py`).
 
     Args:
         folder: for the logs of the fork server or of cold starts.
-        ops: DeepSpeed's ops.
         cancelled: polled several times a second while a server imports and builds.
     """
 
@@ -83,13 +66,8 @@ class LocalMachine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return the launcher.
-
-        Raises:
-            RuntimeError: `open` was not called.
-        """
-        if self.opened_launcher is None:
-            raise RuntimeError("open() comes first")
+        """Return the launcher, after `open`."""
+        assert self.opened_launcher is not None
         return self.opened_launcher
 
     def begin(self, needs: RankRequirements) -> None:
@@ -153,23 +131,20 @@ class LocalMachine:
 
     def close(self) -> None:
         """Stop the launcher, also one that is still starting."""
-        begun, found = self._begun, self.opened_launcher
+        launchers = (self._begun[1] if self._begun else None, self.opened_launcher)
         self._begun = self.opened_launcher = None
-        if begun is not None:
-            begun[1].close()
-        if found is not None:
-            found.close()
+        for launcher in launchers:
+            if launcher is not None:
+                launcher.close()
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
-#
-# Build DeepSpeed's ops before a trial or a training needs them, and report it.
 
 _LOADING_SECONDS = 5.0  # seconds; slower loading means that DeepSpeed rebuilds a changed op
 
 
 class Ops:
-    """The ops of one study or training.
+    """DeepSpeed's ops of one study or training, which are built before a rank needs them.
 
     Args:
         print_line: receives lines for the user.
@@ -201,18 +176,10 @@ class Ops:
         cancelled: Callable[[], bool] = lambda: False,
         python: str = OWN.path,
     ) -> bool:
-        """Make these ops and the earlier ones available to the launcher's ranks.
+        """Make the ops of these builders and the earlier ones available to the launcher's ranks.
 
         For cold ranks a separate process builds the ops first. Otherwise each rank would build without a message, and
-        all in one folder.
-
-        Args:
-            launcher: starts the ranks.
-            names: builders of the ops.
-            env: environment of the separate process, as for ranks.
-            log: log file of that process.
-            cancelled: True if the user cancelled.
-            python: executable of the separate process.
+        all in one folder. That process has the given environment, log file and Python.
 
         Returns:
             True if a fork server may still be forked.
@@ -229,8 +196,8 @@ class Ops:
         self._names += new
         if isinstance(launcher, ForkLauncher):
             if launcher is not self._server:  # another server loaded the earlier ops
-                self._server, new = launcher, self._names
-                return self._load(launcher, new)
+                self._server = launcher
+                return self._load(launcher, self._names)
             return self._load(launcher, new) if new else True
         if new:
             try:
@@ -315,8 +282,6 @@ def op_name(builder: str) -> str:
 
 
 # -- device slots ------------------------------------------------------------------------------------------------------
-#
-# Divide one machine between parallel jobs, by GPUs or CPUs.
 
 CPUS = "AUTOTUNE_CPUS"  # environment variable with the CPUs of a rank's job
 
@@ -339,10 +304,9 @@ def slots(
     offload_beside: bool = False,
     interpreter: Interpreter = OWN,
 ) -> tuple[Slot, ...]:
-    """Return equal slots for `parallel` jobs.
+    """Divide this machine's GPUs or CPUs equally between `parallel` jobs.
 
     Args:
-        parallel: number of jobs.
         device: `auto`, `cuda` or `cpu`.
         ranks: ranks per job.
         memory_cap_bytes: limit per rank.
@@ -397,19 +361,12 @@ def _too_many(parallel: int, there: str, ranks: int, most: int, threads: int = 1
 
 
 # -- scratch folder ----------------------------------------------------------------------------------------------------
-#
-# Sandboxes of trials: the machine's protection, and the files that a script finds in its sandbox.
 
 _SCRATCH = "scratch"
 
 
 def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: Interpreter = OWN) -> Protection:
     """Return the protection of trials whose script runs in `cwd` and whose folders are in `folder`.
-
-    Args:
-        folder: the folder of the trials.
-        unprotected: run without protection if this machine has none.
-        interpreter: of the trials' ranks.
 
     Raises:
         NotProtected: the machine has none, and `unprotected` is false.
@@ -433,7 +390,6 @@ def _available(cwd: Path, folder: Path, interpreter: Interpreter) -> Protection:
             stdin=aside,
             stdout=subprocess.PIPE,
             stderr=aside,
-            text=True,
             encoding="utf-8",
             timeout=60,
         )
@@ -451,7 +407,6 @@ def trial_sandbox(
 
     Args:
         study: the study's folder, which a view of the user's folder leaves out.
-        unprotected: run without protection if this machine has none.
         kept: folders whose content outlives the trial; created if missing.
 
     Raises:

@@ -14,6 +14,7 @@ import io
 import json
 import math
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,17 +102,14 @@ class ReplayTable:
         """
         facts = self.facts
         known: GpuFacts | None = None
-        try:
+        with suppress(UserError):
             known = named_gpu(str(facts["gpu"]))
-        except UserError:
-            known = None
         base = known or gpu_table()["a100-80gb"]
-        tflops = float(facts.get("gpu_bf16_tflops", base.tflops))
         rates = {
             **vars(base),
             "name": str(facts["gpu"]),
             "memory_gib": float(facts["gpu_memory_gib"]),
-            "tflops": tflops,
+            "tflops": float(facts.get("gpu_bf16_tflops", base.tflops)),
             "memory_gb_per_s": float(facts.get("hbm_gb_per_s", base.memory_gb_per_s)),
             "link_gb_per_s": float(facts.get("interconnect_gb_per_s", base.link_gb_per_s)),
             "pcie_gb_per_s": float(facts.get("pcie_gb_per_s", base.pcie_gb_per_s)),
@@ -150,9 +148,8 @@ def load_replay_table(path: Path) -> ReplayTable:
         UserError: a file is missing or not as described above.
     """
     stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
-    table = next(
-        (path.parent / f"{stem}{end}" for end in (".csv.gz", ".csv") if (path.parent / f"{stem}{end}").is_file()), None
-    )
+    tables = (path.parent / f"{stem}{end}" for end in (".csv.gz", ".csv"))
+    table = next((one for one in tables if one.is_file()), None)
     about = path.parent / f"{stem}.json"
     if table is None or not about.is_file():
         there = [p.name.split(".csv")[0] for p in path.parent.glob("*.csv*")] if path.parent.is_dir() else []
@@ -167,10 +164,8 @@ def load_replay_table(path: Path) -> ReplayTable:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise UserError(f"{table} has more than {MOST_BYTES} bytes: record a smaller study")
-        missing = [
-            key for key in ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision") if key not in facts
-        ]
-        if missing:
+        needed = ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision")
+        if missing := [key for key in needed if key not in facts]:
             raise UserError(f"{about}: no {missing[0]!r}; expected the job and machine of the table")
         rows = dict(_rows(data.decode(), table))
     except (OSError, ValueError, EOFError) as error:
@@ -184,8 +179,7 @@ def load_replay_table(path: Path) -> ReplayTable:
 
 def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
     reader = csv.DictReader(io.StringIO(text))
-    missing = [name for name in RESULTS if name not in (reader.fieldnames or [])]
-    if missing:
+    if missing := [name for name in RESULTS if name not in (reader.fieldnames or [])]:
         raise UserError(f"{table}: no column {missing[0]!r}; expected knobs and {', '.join(RESULTS)}")
     found = []
     for line in reader:
@@ -280,19 +274,9 @@ class ReplayExecutor(Executor):
 
     def __init__(self, replay_table: ReplayTable, seed: int = 0, headroom: float = 0.0) -> None:
         self.replay_table, self.log = replay_table, ReplayLog()
-        self._job, self._hardware = replay_table.job(), replay_table.hardware(headroom)
+        self.job, self.hardware = replay_table.job(), replay_table.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
-
-    @property
-    def job(self) -> Job:
-        """Return the table's job."""
-        return self._job
-
-    @property
-    def hardware(self) -> Hardware:
-        """Return the table's machine."""
-        return self._hardware
 
     def session(
         self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
@@ -314,12 +298,7 @@ class ReplaySession(Session):
 
     def __init__(self, executor: ReplayExecutor, candidate: Candidate) -> None:
         self._executor, self._candidate = executor, candidate
-        self._started = self._ended = False
-
-    @property
-    def alive(self) -> bool:
-        """Return False after the session has ended."""
-        return not self._ended
+        self._started, self.alive = False, True
 
     def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Return the recorded outcome of the candidate, and advance the simulated clock.
@@ -354,35 +333,32 @@ class ReplaySession(Session):
             measured = max(first, min(measured, measure_spec.measuring_seconds(outside)))
             most = measure_spec.most_first_seconds(outside)
             if first > most and outside + most < deadline_seconds:
-                executor.advance(outside + most)
-                self._ended = True
-                slow = too_slow_outcome(Phase.FORWARD, candidate, most)
-                return dataclasses.replace(slow, seconds=outside + most, outside_seconds=outside + most)
+                return self._end(too_slow_outcome(Phase.FORWARD, candidate, most), outside + most)
         seconds = outside + measured
         if seconds > deadline_seconds:
-            executor.advance(max(0.0, deadline_seconds))
-            self._ended = True
-            return Outcome(
-                OutcomeKind.INTERRUPTED,
-                Phase.INIT if outside > deadline_seconds else Phase.STEP,
-                reason="its share of the budget ended",
-                evidence="deadline of the budget",
-                source=Source.BUDGET,
-                seconds=max(0.0, deadline_seconds),
-                outside_seconds=max(0.0, deadline_seconds),
-            )
-        executor.advance(seconds)
-        executor.log.trials.append((executor.now(), candidate, row.kind))
-        if row.kind is not OutcomeKind.OK:
+            phase, why = Phase.INIT if outside > deadline_seconds else Phase.STEP, "its share of the budget ended"
+            evidence = "deadline of the budget"
+            late = Outcome(OutcomeKind.INTERRUPTED, phase, reason=why, evidence=evidence, source=Source.BUDGET)
+            return self._end(late, max(0.0, deadline_seconds))
+        if row.kind is OutcomeKind.OK:
+            executor.advance(seconds)
+            outcome = self._measured(candidate, row, seconds, outside)
+        else:
             executor.log.oom_seconds += seconds
-            self._ended = True
-            return self._failed(row, seconds)
-        return self._measured(candidate, row, seconds, outside)
+            outcome = self._end(self._failed(row), seconds)
+        executor.log.trials.append((executor.now(), candidate, row.kind))
+        return outcome
 
-    def _failed(self, row: Row, seconds: float) -> Outcome:
+    def _end(self, outcome: Outcome, seconds: float) -> Outcome:
+        """End the session `seconds` after the trial's start, and return its outcome."""
+        self._executor.advance(seconds)
+        self.alive = False
+        return dataclasses.replace(outcome, seconds=seconds, outside_seconds=seconds)
+
+    def _failed(self, row: Row) -> Outcome:
         missing = None
         if row.kind is OutcomeKind.OOM_DEVICE:
-            capacity_gib = self._executor._hardware.memory_bytes / GIB
+            capacity_gib = self._executor.hardware.memory_bytes / GIB
             missing = int(max(0.0, min(row.peak_gib - capacity_gib, 0.25 * row.peak_gib)) * GIB)
         return Outcome(
             row.kind,
@@ -391,22 +367,20 @@ class ReplaySession(Session):
             evidence="replay",
             source=Source.TABLE,
             missing_bytes=missing,
-            seconds=seconds,
-            outside_seconds=seconds,
         )
 
     def _measured(self, candidate: Candidate, row: Row, seconds: float, outside: float) -> Outcome:
         executor = self._executor
         assert row.step_seconds is not None
         step = row.step_seconds * executor._random.lognormvariate(0.0, NOISE)
-        trained = samples(executor._job, candidate)
+        trained = samples(executor.job, candidate)
         peak = int(row.peak_gib * GIB)
         measurement = Measurement(
             step_seconds=step,
             step_seconds_spread=1.96 * NOISE * step,
             steps=4,
             samples_per_second=trained / step,
-            tokens_per_second=trained * executor._job.tokens_per_sample / step,
+            tokens_per_second=trained * executor.job.tokens_per_sample / step,
             peak_bytes=peak,
             extrapolated=candidate.accumulation > 3,
         )
@@ -422,4 +396,4 @@ class ReplaySession(Session):
 
     def close(self) -> None:
         """End the session."""
-        self._ended = True
+        self.alive = False

@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -27,10 +28,6 @@ from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
 from autotune.util.bounds import bounded_bytes
 from autotune.util.units import GIB
-
-# -- values ------------------------------------------------------------------------------------------------------------
-#
-# Values that a knob, a LoRA and a model's size may have in a gallery entry.
 
 # Names of layers in public architectures. A LoRA on other layers is recorded as one on all layers.
 PUBLIC_TARGETS = frozenset(
@@ -101,82 +98,49 @@ def refused_lora_reason(value: Value) -> str | None:
     return "says a part of itself twice" if len(set(keys)) < len(keys) else None
 
 
-# -- for pydantic: the value itself, or ValueError ---------------------------------------------------------------------------
+def _refused(reason: Callable[[Any], str | None]) -> AfterValidator:
+    """Return a validator that refuses a value if `reason` returns a text for it."""
+
+    def check(value: Any) -> Any:
+        if why := reason(value):
+            raise ValueError(why)
+        return value
+
+    return AfterValidator(check)
 
 
-def known_lora(text: str | None) -> str | None:
-    """Return the LoRA text if it is allowed in an entry.
-
-    Raises:
-        ValueError: The LoRA is not allowed.
-    """
-    if text is not None and (why := refused_lora_reason(text)):
-        raise ValueError(why)
-    return text
+def _listed(*allowed: str) -> AfterValidator:
+    return _refused(lambda value: None if value in allowed else f"expected one of {', '.join(allowed)}")
 
 
-def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's sizes if all are plausible.
-
-    Raises:
-        ValueError: A size is unknown or implausible.
-    """
+def _sizes_trouble(shape: dict[str, Any]) -> str | None:
     for key, value in shape.items():
         if why := invalid_size_reason(key, value):
-            raise ValueError(f"{key!r} {why}" if key not in SHAPE_KEYS else f"{key}: {why}")
-    return shape
+            return f"{key!r} {why}" if key not in SHAPE_KEYS else f"{key}: {why}"
+    return None
 
 
-def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
-    """Return the knobs if all names and values are known.
-
-    Raises:
-        ValueError: A knob or its value is unknown.
-    """
-    for name, value in knobs.items():
-        if why := refused_knob_reason(name, value):
-            raise ValueError(f"{name}: {why}")
-    return knobs
-
-
-def known_domains(space: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the search space if all names and values are known.
-
-    Raises:
-        ValueError: A knob or one of its values is unknown.
-    """
-    for name, values in space.items():
-        for value in values:
-            known_knobs({name: value})
-    return space
+def _knobs_trouble(knobs: Iterable[tuple[str, Any]]) -> str | None:
+    return next((f"{name}: {why}" for name, value in knobs if (why := refused_knob_reason(name, value))), None)
 
 
 # -- entry -------------------------------------------------------------------------------------------------------------
 #
 # A gallery entry in JSON: one job on one machine, its candidates and their outcomes. Free text has no field.
 #
-# Every string is in a list here or in `schema.py`, or matches a pattern that excludes paths, host names and secrets.
+# Every string is in a list, or matches a pattern that excludes paths, host names and secrets.
 # Writing and reading use the same models for validation; `gallery/schema.json` is generated from them.
 
 FORMAT: Literal[1] = 1
 MOST_BYTES = 400_000  # of a file; a study of 2000 trials is smaller
 
 
-def _listed(*allowed: str) -> Any:
-    def check(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"expected one of {', '.join(allowed)}")
-        return value
-
-    return AfterValidator(check)
-
-
 NAME = r"^[a-z0-9][a-z0-9._-]{0,47}$"
 VERSION = r"^\d[0-9a-z.]{0,24}(\+(cpu|cu\d+|rocm[\d.]+|xpu))?$"
 Finite = Annotated[float, Field(gt=0, lt=1e15, allow_inf_nan=False)]
-Knobs = Annotated[dict[str, bool | int | float | str], AfterValidator(known_knobs)]
+Knobs = Annotated[dict[str, bool | int | float | str], _refused(lambda knobs: _knobs_trouble(knobs.items()))]
 PeakOf = Literal["process", "torch_allocated", "torch_reserved"]
-Shape = Annotated[dict[str, bool | int | float], AfterValidator(known_sizes)]
+Shape = Annotated[dict[str, bool | int | float], _refused(_sizes_trouble)]
 
 
 class EntryPart(BaseModel):
@@ -260,7 +224,7 @@ class Trained(EntryPart):
     precision: Annotated[str, _listed(*PRECISIONS)]
     optimizer: Annotated[str, _listed(*OPTIMIZERS)]
     global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    lora: Annotated[str | None, AfterValidator(known_lora)] = None
+    lora: Annotated[str | None, _refused(lambda text: refused_lora_reason(text) if text is not None else None)] = None
     attention: Annotated[str, _listed(*ATTENTIONS)] | None = None
     compiled: bool = False
     packed: bool = False
@@ -334,7 +298,10 @@ class Entry(EntryPart):
     job: Trained
     versions: Versions = Versions()
     # knobs and the values tried
-    space: Annotated[dict[str, list[bool | int | float | str]], AfterValidator(known_domains)] = {}
+    space: Annotated[
+        dict[str, list[bool | int | float | str]],
+        _refused(lambda space: _knobs_trouble((name, value) for name, values in space.items() for value in values)),
+    ] = {}
     candidates: Annotated[list[Tried], Field(min_length=1, max_length=5000)]
     winner: Annotated[int, Field(ge=0)] | None = None  # index among the candidates
     verified: bool = False  # in a fresh process
@@ -355,13 +322,9 @@ class Entry(EntryPart):
     def text(self) -> str:
         """Return the entry's file content: one candidate per line, without fields at their default."""
         data = self.model_dump(exclude_defaults=True) | {"format": self.format}
-        lines = [json.dumps(one) for one in data.pop("candidates")]
-        head = {key: data[key] for key in ("format", "origin", "machine", "job", "versions", "space") if key in data}
-        tail = {key: data[key] for key in ("winner", "verified") if key in data}
-        parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        parts.append(' "candidates": [\n  ' + ",\n  ".join(lines) + "\n ]")
-        parts += [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in tail.items()]
-        return "{\n" + ",\n".join(parts) + "\n}\n"
+        texts = {key: json.dumps(value) for key, value in data.items()}
+        texts["candidates"] = "[\n  " + ",\n  ".join(json.dumps(one) for one in data["candidates"]) + "\n ]"
+        return "{\n" + ",\n".join(f' "{key}": {texts[key]}' for key in Entry.model_fields if key in texts) + "\n}\n"
 
 
 def schema() -> str:
@@ -370,7 +333,7 @@ def schema() -> str:
 
 
 def read_entry(path: Path) -> Entry:
-    """Read an entry and check its form. `schema.py` checks its figures.
+    """Read an entry and check its form, not its figures.
 
     Raises:
         UserError: the file cannot be read, or breaks the schema; the message names the field.
@@ -426,39 +389,34 @@ def check(entry: Entry) -> None:
     Raises:
         UserError: a figure is impossible, or there is no winner; the message names the field.
     """
+    for why in _troubles(entry):
+        raise UserError(why)
+
+
+def _troubles(entry: Entry) -> Iterator[str]:
+    """Yield a line for each impossible figure, with its field and the reason."""
+    machine, trained = entry.machine, entry.job
     if entry.winner is None:
-        raise UserError("winner: there is none; the gallery takes what fits and is fastest, beside what was tried")
-    _check_memory(entry)
-    _check_shape(entry)
+        yield "winner: there is none; the gallery takes what fits and is fastest, beside what was tried"
+    if machine.capacity_gib > ABOVE_MEMORY * machine.memory_gib:
+        yield f"machine.capacity_gib: {machine.capacity_gib:g} GiB are more than the card's {machine.memory_gib:g}"
+    if machine.facts is not None and not 0.8 < machine.memory_gib / machine.facts.memory_gib < 1.1:
+        yield f"machine.memory_gib: {machine.memory_gib:g} GiB, and a {machine.gpu} has {machine.facts.memory_gib:g}"
+    # Peaks are judged by the sizes, so these have to describe the model of the parameter count.
+    if trained.parameters is not None and trained.task == CAUSAL and not _has_experts(trained):
+        multiplied, (low, high) = matmul_parameters(trained.config(), trained.task), FITTING_SHARES
+        if multiplied is not None and not low < multiplied / trained.parameters < high:
+            yield (
+                f"job.shape: multiplies by {multiplied:.3g} weights, and job.parameters says {trained.parameters:.3g}: "
+                "one of them is of another model"
+            )
     for at, one in enumerate(entry.candidates):
         if why := _trouble(entry, one):
-            raise UserError(f"candidates[{at}].{why}")
+            yield f"candidates[{at}].{why}"
 
 
-def _check_memory(entry: Entry) -> None:
-    machine = entry.machine
-    if machine.capacity_gib > ABOVE_MEMORY * machine.memory_gib:
-        raise UserError(
-            f"machine.capacity_gib: {machine.capacity_gib:g} GiB are more than the card's {machine.memory_gib:g}"
-        )
-    if machine.facts is not None and not 0.8 < machine.memory_gib / machine.facts.memory_gib < 1.1:
-        raise UserError(
-            f"machine.memory_gib: {machine.memory_gib:g} GiB, and a {machine.gpu} has {machine.facts.memory_gib:g}"
-        )
-
-
-def _check_shape(entry: Entry) -> None:
-    """Check that the parameter count and the sizes describe one model, as peaks are judged by the sizes."""
-    trained, config = entry.job, entry.job.config()
-    if trained.parameters is None or trained.task != CAUSAL or any("expert" in key for key in trained.shape):
-        return
-    multiplied = matmul_parameters(config, trained.task)
-    low, high = FITTING_SHARES
-    if multiplied is not None and not low < multiplied / trained.parameters < high:
-        raise UserError(
-            f"job.shape: multiplies by {multiplied:.3g} weights, and job.parameters says {trained.parameters:.3g}: one of them "
-            "is of another model"
-        )
+def _has_experts(trained: Trained) -> bool:
+    return any("expert" in key for key in trained.shape)
 
 
 def _trouble(entry: Entry, one: Tried) -> str | None:
@@ -510,7 +468,7 @@ def _counted_otherwise(entry: Entry, one: Tried) -> str | None:
 
 
 def _least_flops(entry: Entry) -> float | None:
-    if entry.job.parameters is None or any("expert" in key for key in entry.job.shape):
+    if entry.job.parameters is None or _has_experts(entry.job):
         return None
     return FORWARD_AND_BACKWARD * ALL_BUT_EMBEDDINGS * entry.job.parameters
 
@@ -551,10 +509,8 @@ def entry_of(store: StudyStore) -> Entry:
     job, hardware = store.job, store.hardware
     if hardware.sliced:
         raise UserError(f"study {store.name} is of a slice: the gallery takes what was measured on all nodes")
-    knobs = {candidate: _public_knobs(candidate) for candidate in by_candidate}
-    kept = [candidate for candidate in by_candidate if knobs[candidate] is not None]
-    tried = [_tried(knobs[candidate] or {}, by_candidate[candidate]) for candidate in kept]
-    winner = store.winner
+    public = {candidate: knobs for candidate in by_candidate if (knobs := _public_knobs(candidate)) is not None}
+    kept, winner = list(public), store.winner
     try:
         return Entry(
             origin=Origin(kind="study", date=f"{datetime.date.today():%Y-%m}", autotune=_version(__version__)),
@@ -562,7 +518,7 @@ def entry_of(store: StudyStore) -> Entry:
             job=_trained(job),
             versions=_versions(store.versions),
             space=_space(store),
-            candidates=tried,
+            candidates=[_tried(knobs, by_candidate[candidate]) for candidate, knobs in public.items()],
             winner=kept.index(winner.candidate) if winner is not None and winner.candidate in kept else None,
             verified=winner is not None and winner.role == VERIFY and winner.candidate in kept,
         )
@@ -683,14 +639,10 @@ def shape_of(config: dict[str, Any]) -> dict[str, bool | int | float]:
 
 def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
     """Check that a configuration has the same sizes as a published one, under any name."""
-    same = known.get("model_type") == config.get("model_type")
     ours, theirs = shape_of(known), shape_of(config)
-    return (
-        same
-        and bool(ours)
-        and all(theirs.get(key) == value for key, value in ours.items() if key in theirs)
-        and (len(ours.keys() & theirs.keys()) >= 4)
-    )
+    both = ours.keys() & theirs.keys()
+    same = known.get("model_type") == config.get("model_type") and len(both) >= 4
+    return same and all(ours[key] == theirs[key] for key in both)
 
 
 @cache

@@ -21,10 +21,6 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.search.tpe import Distances
 
-# -- shipped entries ---------------------------------------------------------------------------------------------------
-#
-# Folder of the gallery's entries, and the function that reads them.
-
 
 def entries_folder() -> Path:
     """Return the folder: inside the package if installed, otherwise at the top of the repository."""
@@ -193,7 +189,7 @@ _KINDS = {"study": "a study that was shared", "recorded": "recorded by this proj
 #
 # Card rates that the gallery's entries teach. Predictions for a job near an entry start from them.
 #
-# `python -m autotune.gallery.card_rates` has a predictor observe each entry and writes what it has learnt to
+# `benchmarks/predict/card_rates.py` has a predictor observe each entry and writes what it has learnt to
 # `data/gallery_rates.json`: to trace an entry's model takes longer than a run may wait. The rates hold for steps
 # alone, since memory does not depend on the card.
 

@@ -1,4 +1,4 @@
-"""Patches and stub kernels that let models run under FakeTensorMode."""
+"""Patches of torch and transformers around a traced run, and stub kernels, so that fake tensors can run without values."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.predict.op_counters import Counters
-from autotune.predict.trace_data import BACKWARD, FORWARD
 from autotune.problem.models import Kernels, kernels_of, liger_replaces_anything
 from autotune.rank.versions import experts_module, looks_inside, masks_module
 from autotune.versions import release, version_of
 
-# -- fake tensor patches -----------------------------------------------------------------------------------------------
-#
-# Patches of torch and transformers around a traced run, so that fake tensors can run without values.
+Patch = contextlib.AbstractContextManager[Any]
 
 
 @contextlib.contextmanager
@@ -45,17 +44,6 @@ def shapes_alone(fused: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class while the context is active."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the tensors that `make` returns as fake tensors with known values.
 
@@ -65,12 +53,19 @@ def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """
     with _disable_current_modes():
         real = make()
+    return dict(zip(real, _faked(real.values()), strict=True))
+
+
+def _faked(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield real tensors as fake ones with known values, and other values unchanged."""
     mode = torch.empty(0).fake_mode  # type: ignore[attr-defined]
-    made = {}
-    for name, value in real.items():
-        made[name] = mode.from_tensor(value)
-        made[name].constant = value
-    return made
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            made = mode.from_tensor(value)
+            made.constant = value
+            yield made
+        else:
+            yield value
 
 
 _MOST_KNOWN = 2**25  # elements: the pixels of a few images
@@ -90,17 +85,22 @@ _WINDOWS = "get_window_index"  # a method of Qwen2.5-VL's tower before transform
 def _known_values() -> Iterator[None]:
     """Keep known values in tensors with more than one element, and compute functions of image sizes."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
-        for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
+        stack.enter_context(patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
+        for module in _loaded_models():
             for name, function in [(name, vars(module).get(name)) for name in _OF_GRIDS]:
                 if callable(function):
-                    stack.enter_context(replaced(module, name, _computed(function)))
+                    stack.enter_context(patch.object(module, name, _computed(function)))
             for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
                 if _POSITIONS in vars(kind):
-                    stack.enter_context(replaced(kind, _POSITIONS, _blank_positions))
+                    stack.enter_context(patch.object(kind, _POSITIONS, _blank_positions))
                 if _WINDOWS in vars(kind):
-                    stack.enter_context(replaced(kind, _WINDOWS, _computed_method(vars(kind)[_WINDOWS])))
+                    stack.enter_context(patch.object(kind, _WINDOWS, _computed_method(vars(kind)[_WINDOWS])))
         yield
+
+
+def _loaded_models() -> list[ModuleType]:
+    """Return transformers' modules of models. A model's is loaded when its configuration is built."""
+    return [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
 
 
 def _blank_positions(_: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,17 +113,9 @@ def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
         known = getattr(grid, "constant", None)
         if known is None:
             return function(grid, *args, **kwargs)
-        found: list[Any] = []
-
-        def keep() -> dict[str, Any]:
-            found.append(function(known, *args, **kwargs))
-            leaves = found[0] if isinstance(found[0], tuple) else (found[0],)
-            return {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-
-        fakes = with_values(keep)
-        if not isinstance(found[0], tuple):
-            return fakes["0"]
-        return tuple(fakes.get(str(at), leaf) for at, leaf in enumerate(found[0]))
+        with _disable_current_modes():
+            found = function(known, *args, **kwargs)
+        return tuple(_faked(found)) if isinstance(found, tuple) else next(_faked([found]))
 
     return compute
 
@@ -159,8 +151,7 @@ class _GradientOfBias(torch.autograd.Function):
         return gradient, gradient.new_empty(ctx.shape).sum_to_size(ctx.bias_shape), None
 
 
-@contextlib.contextmanager
-def _fused_attention() -> Iterator[None]:
+def _fused_attention() -> Patch:
     """Run attention with dropout or a learnt bias as one kernel.
 
     CUDA's memory-efficient kernel applies dropout inside, keeps a seed, and writes the bias's gradient (torch's
@@ -178,26 +169,22 @@ def _fused_attention() -> Iterator[None]:
         out = original(query, key, value, attn_mask.detach(), 0.0, *args, **kwargs)
         return _GradientOfBias.apply(out, attn_mask, (*query.shape[:-1], key.shape[-2]))
 
-    with replaced(functional, "scaled_dot_product_attention", attention):
-        yield
+    return patch.object(functional, "scaled_dot_product_attention", attention)
 
 
-@contextlib.contextmanager
-def _grouped_products() -> Iterator[None]:
+def _grouped_products() -> Patch:
     """Run products of experts in dtypes other than bf16.
 
     torch runs these but has no shapes for them. The fallback operator of transformers replaces them with equal results.
     """
-    with _in_place_of(
+    return _in_place_of(
         experts_module(),
         "_can_use_grouped_mm",
         lambda before: lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs),
-    ):
-        yield
+    )
 
 
-@contextlib.contextmanager
-def _even_experts() -> Iterator[None]:
+def _even_experts() -> Patch:
     """Spread tokens evenly over experts.
 
     Older models run one expert after the other, each with the tokens that chose it, and find these by `one_hot` of the
@@ -215,8 +202,7 @@ def _even_experts() -> Iterator[None]:
             made.constant = original(in_turn.view(chosen.shape), num_classes)
         return made
 
-    with contextlib.nullcontext() if experts_module() else replaced(functional, "one_hot", one_hot):
-        yield
+    return contextlib.nullcontext() if experts_module() else patch.object(functional, "one_hot", one_hot)
 
 
 @contextlib.contextmanager
@@ -228,12 +214,12 @@ def _made_known() -> Iterator[None]:
     models also search the batch for padding, to warn about it.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(torch, "rand", _known(torch.rand, lambda made: made.dim() == 0, torch.ones)))
+        stack.enter_context(patch.object(torch, "rand", _known(torch.rand, lambda made: made.dim() == 0, torch.ones)))
         if looks_inside():
             models = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-            stack.enter_context(replaced(models, "warn_if_padding_and_no_attention_mask", lambda *_: None))
-            stack.enter_context(replaced(torch, "ones", _known(torch.ones, lambda made: made.dim() > 1)))
-            stack.enter_context(replaced(torch, "arange", _known(torch.arange, lambda made: True)))
+            stack.enter_context(patch.object(models, "warn_if_padding_and_no_attention_mask", lambda *_: None))
+            stack.enter_context(patch.object(torch, "ones", _known(torch.ones, lambda made: made.dim() > 1)))
+            stack.enter_context(patch.object(torch, "arange", _known(torch.arange, lambda made: True)))
         yield
 
 
@@ -257,30 +243,22 @@ def _is_unknown(tensor: Any) -> bool:
     return isinstance(tensor, fake_tensor.FakeTensor) and tensor.constant is None
 
 
-@contextlib.contextmanager
-def _plain_masks() -> Iterator[None]:
+def _plain_masks() -> Patch:
     """Make transformers assume that batches are not packed.
 
     Otherwise it would read the values of position ids, which fake tensors lack, and build masks that real training does not
     use.
     """
-    with _in_place_of(masks_module(), "find_packed_sequence_indices", lambda before: lambda position_ids: None):
-        yield
+    return _in_place_of(masks_module(), "find_packed_sequence_indices", lambda before: lambda position_ids: None)
 
 
-@contextlib.contextmanager
-def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     """Replace a module's function by what `make` returns for it. Do nothing if the function is missing."""
     before = getattr(module, name, None)
-    if before is None:
-        yield
-        return
-    with replaced(module, name, make(before)):
-        yield
+    return contextlib.nullcontext() if before is None else patch.object(module, name, make(before))
 
 
-@contextlib.contextmanager
-def plain_conversion() -> Iterator[None]:
+def plain_conversion() -> Patch:
     """Make `module.to(…)` create new parameters, shared like the old ones.
 
     torch would swap fake tensors in place. It refuses to if anything holds a weak reference to one, as a fake mode does.
@@ -307,8 +285,7 @@ def plain_conversion() -> Iterator[None]:
                 module._buffers[name] = fn(buffer)
         return module
 
-    with replaced(torch.nn.Module, "_apply", apply):
-        yield
+    return patch.object(torch.nn.Module, "_apply", apply)
 
 
 # -- recurrences -------------------------------------------------------------------------------------------------------
@@ -316,8 +293,8 @@ def plain_conversion() -> Iterator[None]:
 # Run recurrences over a sequence at once and by shapes alone. transformers runs them token by token if no kernel is
 # installed.
 #
-# Only the tracer imports this module. A loop over 2048 tokens takes fake tensors minutes a layer. The stand-in keeps as
-# many bytes for backward and counts the loop's kernels and bytes. The result matches a training without `mamba_ssm`.
+# A loop over 2048 tokens takes fake tensors minutes a layer. The stand-in keeps as many bytes for backward and counts
+# the loop's kernels and bytes. The result matches a training without `mamba_ssm`.
 
 # A function of mamba, falcon_mamba and jamba. transformers wraps it if a kernel is installed.
 _SCAN = "mamba_selective_scan"
@@ -336,29 +313,18 @@ class _Recurrence(torch.autograd.Function):
         states = torch.empty_like(given)
         ctx.save_for_backward(decay, states)
         ctx.counted = tokens, run, cost
-        _count(run, FORWARD, tokens * cost[0], 4.0 * _bytes(states))
+        run.add(tokens * cost[0], 4.0 * states.nbytes)
         return states
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         decay, states = ctx.saved_tensors
         tokens, run, cost = ctx.counted
-        _count(run, BACKWARD, tokens * cost[1], cost[2] * tokens * _bytes(states))
+        run.add(tokens * cost[1], cost[2] * tokens * states.nbytes)
         spare = torch.empty_like(states)  # one token's gradient, padded with zeros to the whole sequence
         made = torch.empty_like(decay), torch.empty_like(states), None, None, None
         del spare
         return made
-
-
-def _count(run: Counters, phase: int, starts: float, moved: float) -> None:
-    """Count the loop. A recomputation runs forward again and counts in the phase in which it happens."""
-    phase = run.phase if phase == FORWARD else phase
-    run.operators[phase] += starts  # type: ignore[call-overload]
-    run.moved[phase] += moved
-
-
-def _bytes(tensor: Any) -> float:
-    return float(tensor.numel() * tensor.element_size())
 
 
 def _scan(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -414,22 +380,20 @@ def _linear(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def at_once(run: Counters) -> Iterator[None]:
-    """Replace the loops of all loaded models. A model is loaded when its configuration is built."""
+    """Replace the loops of all loaded models."""
     with contextlib.ExitStack() as stack:
-        for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
+        for module in _loaded_models():
             owners: list[tuple[Any, str, Any]] = [(module, _SCAN, _scan)]
             owners += [(kind, _LINEAR, _linear) for kind in vars(module).values() if isinstance(kind, type)]
             for owner, name, make in owners:
                 if callable(before := vars(owner).get(name)):
-                    setattr(owner, name, make(run, before))
-                    stack.callback(setattr, owner, name, before)
+                    stack.enter_context(patch.object(owner, name, make(run, before)))
         yield
 
 
 # -- fused kernels -----------------------------------------------------------------------------------------------------
 #
-# Stand-ins for Liger's kernels, which need a GPU. They allocate, keep for backward and move as much. Only the tracer
-# imports this module.
+# Stand-ins for Liger's kernels, which need a GPU. They allocate, keep for backward and move as much.
 #
 # Source: liger-kernel 0.8.5, `ops/rms_norm.py`, `ops/swiglu.py`, `ops/geglu.py`, `ops/rope.py`, `ops/fused_moe.py` and
 # `ops/fused_linear_cross_entropy.py`. One or two torch operators replace a kernel and read and write as much. None
@@ -455,7 +419,7 @@ def liger_kernels(model: torch.nn.Module, version: str | None = None) -> Iterato
                 for owner in {sys.modules[type(module).__module__] for module in part.modules()}:
                     for name in kernels.rotations:
                         if hasattr(owner, name):
-                            stack.enter_context(replaced(owner, name, _rotated))
+                            stack.enter_context(patch.object(owner, name, _rotated))
         yield
 
 
@@ -618,7 +582,7 @@ class FusedLinear(torch.autograd.Function):
     """A head and its loss, computed for a part of the tokens at a time; forward already makes the gradients of both.
 
     A part's logits are `chunk` times as large as the hidden states. Only one part runs here, as each part reuses the same
-    memory. `tracer.Uncounted` counts FLOPs and bytes of the remaining parts: `tracer.extrapolate` would take repeated
+    memory. `tracer.add_uncounted` counts FLOPs and bytes of the remaining parts: `tracer.extrapolate` would take repeated
     operators without an allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as
     many. Two micro-batches cannot show growth in such steps, so this is the lower bound.
 

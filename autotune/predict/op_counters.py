@@ -1,7 +1,8 @@
-"""Counters of allocations and FLOPs in a traced run."""
+"""Counters of allocations and FLOPs in one forward and backward, and the Pass that two such runs make."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,6 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass
 from autotune.rank.devices import LiveTensors
-
-# -- counters ----------------------------------------------------------------------------------------------------------
-#
-# Counters of one forward and backward, and the Pass that two such runs make.
-#
-# Models, modules and parameters are torch's, but nothing here imports torch.
 
 
 class Counters:
@@ -35,7 +30,7 @@ class Counters:
         self.flops = [0.0, 0.0]
         self.attention = [0.0, 0.0]
         self.moved = [0.0, 0.0]
-        self.operators = [0, 0]
+        self.operators = [0.0, 0.0]
         self.after_forward = 0.0
         self.frozen_inputs: list[tuple[Any, float]] = []  # (weak reference to the storage, bytes)
         self.latest: dict[int, Any] = {}  # weak reference to the last storage that was read at an address
@@ -47,13 +42,13 @@ class Counters:
 
     def forget_operators(self) -> None:
         """Reset the operators, bytes moved and FLOPs after the model is built, as building is no part of a step."""
-        self.operators, self.moved, self.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
+        self.operators, self.moved, self.flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
 
-    def add(self, more: Any) -> None:
-        """Add the work counted by a `tracer.Uncounted`."""
-        self.flops[self.phase] += more.flops
-        self.moved[self.phase] += more.moved
-        self.operators[self.phase] += more.operators
+    def add(self, operators: float, moved: float, flops: float = 0.0) -> None:
+        """Add work that is not run to the current phase; `moved` in bytes."""
+        self.operators[self.phase] += operators
+        self.moved[self.phase] += moved
+        self.flops[self.phase] += flops
 
     def read(self, tensor: Any) -> None:
         """Record the input of a frozen linear layer in forward."""
@@ -84,9 +79,11 @@ def joined_passes(two: Counters, three: Counters) -> Pass:
     slope = second[:, 1] - first[:, 1]
     after = three.after_forward - two.after_forward
     dropped = three.frozen_only - two.frozen_only
+
+    def more(name: str) -> Any:
+        return tuple(b - a for a, b in zip(getattr(two, name), getattr(three, name), strict=True))
+
     moved: Any = tuple((3 * a - 2 * b, b - a) for a, b in zip(two.moved, three.moved, strict=True))
-    flops: Any = tuple(b - a for a, b in zip(two.flops, three.flops, strict=True))
-    attention: Any = tuple(b - a for a, b in zip(two.attention, three.attention, strict=True))
     return Pass(
         phase=[int(p) for p in first[:, 0]],
         fixed=list(first[:, 1] - 2 * slope),
@@ -95,10 +92,10 @@ def joined_passes(two: Counters, three: Counters) -> Pass:
         in_use=list(first[:, 3]),
         section=[int(s) for s in first[:, 4]],
         after_forward=(two.after_forward - 2 * after, after),
-        flops=flops,
-        attention=attention,
+        flops=more("flops"),
+        attention=more("attention"),
         moved=moved,
-        operators=(float(two.operators[0]), float(two.operators[1])),
+        operators=(two.operators[0], two.operators[1]),
         frozen_only=(two.frozen_only - 2 * dropped, dropped),
     )
 
@@ -115,7 +112,7 @@ def add_counter_hooks(model: Any, counters: Counters) -> None:
     """Hook the model so that the counters track parameters in use, accumulated gradients and the end of an encoder."""
 
     def accumulated(parameter: Any) -> None:
-        counters.gradients += _bytes(parameter)
+        counters.gradients += parameter.nbytes
 
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -159,7 +156,7 @@ class _ModuleUse:
 
     def __init__(self, module: Any, own: list[Any], counters: Counters) -> None:
         self._counters = counters
-        self._bytes = sum(_bytes(parameter) for parameter in own)
+        self._bytes = sum(parameter.nbytes for parameter in own)
         trained = [parameter for parameter in own if parameter.requires_grad]
         self._trained = len(trained)
         self._awaited = 0  # gradients that backward has yet to make
@@ -168,12 +165,12 @@ class _ModuleUse:
         self._gathered = False
         if not trained:
             module.register_forward_pre_hook(self._watch_inputs)
-        module.register_forward_pre_hook(self._begin_forward)
+        module.register_forward_pre_hook(self._gather)
         module.register_forward_hook(self._end_forward)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._made_gradient)
 
-    def _gather(self) -> None:
+    def _gather(self, *_: Any) -> None:
         if not self._gathered:
             self._gathered = True
             self._counters.in_use += self._bytes
@@ -194,9 +191,6 @@ class _ModuleUse:
             self._counters.passed(one, self._made_gradient) if yes else one
             for one, yes in zip(args, wanted, strict=True)
         )
-
-    def _begin_forward(self, *_: Any) -> None:
-        self._gather()
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:
         if self._counters.phase != FORWARD:
@@ -220,13 +214,7 @@ class _ModuleUse:
                 self._release()
 
 
-def _bytes(parameter: Any) -> float:
-    return float(parameter.numel() * parameter.element_size())
-
-
 # -- operators ---------------------------------------------------------------------------------------------------------
-#
-# FLOPs and bytes moved by the operators of a traced run. Only the tracer imports this module.
 
 
 class CountedTensors(LiveTensors):
@@ -235,35 +223,33 @@ class CountedTensors(LiveTensors):
     def __init__(self, run: Counters) -> None:
         super().__init__()
         self._run = run
-        self._kinds: dict[Any, tuple[bool, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         run = self._run
-        view, flop_formula = self._kind_of(func)
+        view, flop_formula = _kind_of(func)
         if view:
             return out
         run.operators[run.phase] += 1
         if "flash_attention_for_cpu" in func.name():  # represents every fused kernel; torch has no formula for it
             run.attention[run.phase] += _attention_flops(func, args, kwargs or {})
-            return out
-        if flop_formula is not None:
+        elif flop_formula is not None:
             run.flops[run.phase] += flop_formula(*args, **(kwargs or {}), out_val=out)
-            return out
-        tensors = [out, *args] if "embedding" not in func.name() else [out, out]
-        run.moved[run.phase] += sum(
-            leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)
-        )
+        else:
+            tensors = [out, *args] if "embedding" not in func.name() else [out, out]
+            run.moved[run.phase] += sum(
+                leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)
+            )
         return out
 
-    def _kind_of(self, func: Any) -> tuple[bool, Any]:
-        """Return (the operator starts no kernel, its FLOP formula or None)."""
-        if func not in self._kinds:
-            returns = func._schema.returns
-            view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-            view = view or func.namespace == "prim" or func.overloadpacket.__name__ == "_unsafe_view"
-            self._kinds[func] = (view, _MORE_FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket))
-        return self._kinds[func]
+
+@functools.cache
+def _kind_of(func: Any) -> tuple[bool, Any]:
+    """Return (the operator starts no kernel, its FLOP formula or None)."""
+    returns = func._schema.returns
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    view = view or func.namespace == "prim" or func.overloadpacket.__name__ == "_unsafe_view"
+    return view, _MORE_FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket)
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:

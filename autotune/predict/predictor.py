@@ -1,4 +1,4 @@
-"""Peak memory and step time of candidates, with the feature cache and breakdowns."""
+"""Peak memory and step time of any candidate without running it, corrected by a study's measurements."""
 
 from __future__ import annotations
 
@@ -68,10 +68,6 @@ from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
 
 __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Table"]
-
-# -- predictor ---------------------------------------------------------------------------------------------------------
-#
-# Predict peak memory and step time of any candidate without running it, corrected by a study's measurements.
 
 # Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
 _LATEST = slice(-128, None)
@@ -384,7 +380,7 @@ class Predictor:
     def prepared_table(self, prepared: Prepared) -> Table:
         """Predict prepared candidates, using all observations so far."""
         self.calibrate()
-        memory = self._memory_table(prepared)
+        peak, peak_sigma, allocated, allocated_sigma, needed = self._memory_table(prepared)
         log_step = self._log_step(prepared, self._time.mean)
         rates = jacobian_of(lambda many: self._log_spent(prepared, many), self._time.mean[: len(TIME)])
         by_constants = np.hstack([rates, prepared.quirks])
@@ -394,14 +390,10 @@ class Predictor:
         rows = c.micro_batch * c.accumulation * self.job.data_ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
         host = prepared.memory.host * float(np.exp(self._host.mean[0]))
-        peak, peak_sigma, allocated, allocated_sigma, needed = memory
         if self.widening is not None and not self._seen:
             of_peak, of_step = self.widening(self.job, self.hardware, c)
-            peak_sigma, allocated_sigma, log_sigma = (
-                of_peak * peak_sigma,
-                of_peak * allocated_sigma,
-                of_step * log_sigma,
-            )
+            peak_sigma, allocated_sigma = of_peak * peak_sigma, of_peak * allocated_sigma
+            log_sigma = of_step * log_sigma
         sizes = (peak, peak_sigma, allocated, allocated_sigma, needed)
         return Table(*sizes, host, np.exp(log_step), log_sigma, samples)
 
@@ -457,21 +449,19 @@ class Predictor:
         self, candidates: Sequence[Candidate], prepared: Prepared, table: Table
     ) -> list[Prediction]:
         """Return the predictions of prepared candidates, with their breakdowns; `table` is that of `prepared_table`."""
-        spent = self._spent(prepared, self._time.mean)
-        breakdowns = Breakdowns(
-            hardware=self.hardware,
-            ranks=self.job.ranks,
-            prepared=prepared,
-            table=table,
-            fits=self.fits(table),
-            margins=self.margins(table),
-            moments=moments(prepared, self.hardware, self._memory.mean),
-            memory_constants=dict(zip(MEMORY_CONSTANTS, self._memory.mean, strict=True)),
-            spent=spent,
-            slower=table.step / spent.step,
-            exact=[self._traces[_way(self.job, candidate)].exact for candidate in candidates],
+        breakdowns = _Breakdowns(
+            self.hardware,
+            self.job.ranks,
+            prepared,
+            table,
+            self.margins(table),
+            self._memory.mean,
+            self._spent(prepared, self._time.mean),
         )
-        return [breakdowns.of(candidate, i) for i, candidate in enumerate(candidates)]
+        return [
+            breakdowns.of(candidate, i, self._traces[_way(self.job, candidate)].exact)
+            for i, candidate in enumerate(candidates)
+        ]
 
     def _time_constants(self, constants: Floats) -> dict[str, Floats]:
         """Return factors on full rates, (..., 1) each, from constants (..., constants)."""
@@ -580,58 +570,57 @@ class Table:
         return self.needed + SURE_SIGMAS * self.peak_sigma
 
 
-@dataclass(frozen=True)
-class Breakdowns:
-    """Data needed to describe each of many candidates. Arrays are in the candidates' order."""
+@dataclass
+class _Breakdowns:
+    """Describe each of many candidates. Arrays are in the candidates' order."""
 
     hardware: Hardware
     ranks: int
     prepared: Prepared
     table: Table
-    fits: Flags
     margins: Floats  # standard deviations, from `Predictor.margins`
-    moments: Floats  # (moments, n) bytes, from `predictor.moments`
-    memory_constants: dict[str, float]
+    constants: Floats  # of memory, in the order of MEMORY_CONSTANTS
     spent: StepSeconds
-    slower: Floats  # the table's step divided by that of `spent`
-    exact: list[bool]  # each candidate's model was traced
 
-    def of(self, candidate: Candidate, i: int) -> Prediction:
-        """Return the prediction of the candidate at index `i`."""
+    def __post_init__(self) -> None:
+        self._moments = moments(self.prepared, self.hardware, self.constants)
+        self._slower = self.table.step / self.spent.step
+
+    def of(self, candidate: Candidate, i: int, exact: bool) -> Prediction:
+        """Return the prediction of the candidate at index `i`; `exact`: its model was traced."""
         table, estimate = self.table, self.prepared.memory
-        at = int(self.moments[:, i].argmax())
+        at = int(self._moments[:, i].argmax())
         time = self._time(i)
-        peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(estimate.host[i])
+        peak, sigma, needed = float(table.peak[i]), float(table.peak_sigma[i]), float(table.needed[i])
+        allocated, host, margin = float(table.allocated[i]), float(estimate.host[i]), float(self.margins[i])
         step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
+        low, high = _interval(peak, sigma)
+        # NVML shows at most the card's capacity, unless more may be needed.
+        high = max(min(high, float(self.hardware.capacity_bytes)), needed + SIGMAS * sigma, peak)
         return Prediction(
             candidate=candidate,
             peak_bytes=peak,
-            peak_interval=self._shown(peak, sigma, float(table.needed[i])),
-            allocated_bytes=float(table.allocated[i]),
-            allocated_interval=_interval(float(table.allocated[i]), float(table.allocated_sigma[i])),
-            needed_bytes=float(table.needed[i]),
+            peak_interval=(low, high),
+            allocated_bytes=allocated,
+            allocated_interval=_interval(allocated, float(table.allocated_sigma[i])),
+            needed_bytes=needed,
             sure_bytes=float(table.sure[i]),
-            memory=self._memory(candidate, i, at),
+            memory=self._memory(i, at),
             moment=estimate.moments[at],
             host_bytes=host,
             step_seconds=step,
             step_interval=(step / spread, step * spread),
             time=time,
             samples_per_second=float(table.samples[i]),
-            binding=self._binding(float(table.needed[i]), host * self.ranks / self.hardware.nodes, time, i),
-            fits=bool(self.fits[i]),
-            chance=0.5 * math.erfc(-float(self.margins[i]) / math.sqrt(2)),
-            exact=self.exact[i],
+            binding=self._binding(needed, host * self.ranks / self.hardware.nodes, time, i),
+            fits=margin >= 0,
+            chance=0.5 * math.erfc(-margin / math.sqrt(2)),
+            exact=exact,
         )
 
-    def _shown(self, peak: float, sigma: float, needed: float) -> tuple[float, float]:
-        """Return the interval of NVML's bytes, capped at the card's capacity unless more may be needed."""
-        low, high = _interval(peak, sigma)
-        return low, max(min(high, float(self.hardware.capacity_bytes)), needed + SIGMAS * sigma, peak)
-
-    def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
+    def _memory(self, i: int, at: int) -> dict[str, float]:
         """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
-        k, b = self.memory_constants, self.prepared.memory
+        k, b = dict(zip(MEMORY_CONSTANTS, self.constants, strict=True)), self.prepared.memory
         activations = float(b.activations[at, i])
         loss = min(float(self.prepared.loss[i]), activations) if self._holds_logits(at, i) else 0.0
         memory = {
@@ -662,7 +651,7 @@ class Breakdowns:
     def _time(self, i: int) -> dict[str, float]:
         """Return seconds by cause, scaled to the step that the table predicts."""
         causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload", "loop")
-        return {name: float(getattr(self.spent, name)[i]) * self.slower[i] for name in causes}
+        return {name: float(getattr(self.spent, name)[i]) * self._slower[i] for name in causes}
 
     def _binding(self, needed: float, host_of_all: float, time: dict[str, float], i: int) -> str:
         """Return the limit of the candidate: memory that it exceeds, or the cause that takes most of its step."""
@@ -670,12 +659,12 @@ class Breakdowns:
             return "device memory"
         if host_of_all > host_limit_bytes(self.hardware):
             return "host memory"
-        spent = self.spent
+        launches, moved = float(self.spent.launch_bound[i]), float(self.spent.moved_share[i])
         compute = time["forward"] + time["backward"] + time["recompute"]
         causes = {
-            "kernel launches": compute * float(spent.launch_bound[i]),
-            "memory bandwidth": compute * float(spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
-            "computation": compute * float(1 - spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "kernel launches": compute * launches,
+            "memory bandwidth": compute * moved * (1 - launches),
+            "computation": compute * (1 - moved) * (1 - launches),
             "communication": time["communication"],
             "optimizer": time["optimizer"],
             "offload": time["offload"],
@@ -689,8 +678,9 @@ def _interval(size: float, sigma: float) -> tuple[float, float]:
 
 
 # -- prepared features -------------------------------------------------------------------------------------------------
-#
-# The parts of many predictions that do not depend on the calibration, computed once.
+
+
+_PER_CANDIDATE = ("quirks", "features", "doubt", "uneven", "loss")  # plain arrays of a Prepared
 
 
 @dataclass
@@ -719,9 +709,8 @@ class Prepared:
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
-        return cls(
-            c, b, step_work(job, hardware, trace, c, loss), quirks_of(c, hardware.nodes), features, doubt, uneven, loss
-        )
+        work = step_work(job, hardware, trace, c, loss)
+        return cls(c, b, work, quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
         """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
@@ -752,18 +741,19 @@ class Prepared:
             joined([part.columns for part in parts]),
             MemoryEstimate(moments=moments, **beside(bills, SUMS), **tables),
             joined([part.work for part in parts]),
-            **beside(parts, ("quirks", "features", "doubt", "uneven", "loss")),
+            **beside(parts, _PER_CANDIDATE),
         )
 
     def rows(self, chosen: Flags | Places) -> Prepared:
         """Select the candidates where `chosen` is true, or at these indices."""
-        columns = Columns(**{name: value[chosen] for name, value in vars(self.columns).items()})
-        w = StepWork(**{name: value[chosen] for name, value in vars(self.work).items()})
         sums = {name: getattr(self.memory, name)[chosen] for name in SUMS}
         tables = {name: getattr(self.memory, name)[:, chosen] for name in TABLES}
-        b = dataclasses.replace(self.memory, **sums, **tables)
-        beside = tuple(one[chosen] for one in (self.quirks, self.features, self.doubt, self.uneven, self.loss))
-        return Prepared(columns, b, w, *beside)
+        return Prepared(
+            Columns(**{name: value[chosen] for name, value in vars(self.columns).items()}),
+            dataclasses.replace(self.memory, **sums, **tables),
+            StepWork(**{name: value[chosen] for name, value in vars(self.work).items()}),
+            **{name: getattr(self, name)[chosen] for name in _PER_CANDIDATE},
+        )
 
 
 def _features(c: Columns, job: Job, hardware: Hardware, trace: Trace) -> Floats:
@@ -839,10 +829,7 @@ def features_of(c: Columns) -> Floats:
     """Return (n, features): the distance between two rows measures the similarity of two candidates."""
     zero = c.stage > 0
     columns = [
-        1.5 * (c.stage == 0),
-        1.5 * (c.stage == 1),
-        1.5 * (c.stage == 2),
-        1.5 * (c.stage == 3),
+        *(1.5 * (c.stage == stage) for stage in range(4)),
         c.checkpointing,
         1.5 * (c.offload_optimizer > 0),
         1.5 * (c.offload_param > 0),

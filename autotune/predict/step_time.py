@@ -1,4 +1,4 @@
-"""Roofline step time, FLOPs, and start-up time."""
+"""Roofline step time (operators against the device's peak and bandwidth, bytes against links), FLOPs, and start-up time."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ from autotune.problem.models import (
     has_expert_modules,
 )
 from autotune.util.units import GIB, MIB
-
-# -- roofline ----------------------------------------------------------------------------------------------------------
-#
-# Seconds of an optimizer step: every operator against the device's peak and bandwidth, every byte against its link.
 
 # DeviceRates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
 # on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without
@@ -123,15 +119,8 @@ class DeviceRates:
         """Return the rates of a machine's GPUs for a precision, or those of CPU ranks."""
         facts: GpuFacts | None = hardware.gpu_facts
         if facts is None:  # CPU ranks
-            cpu = CPU_TFLOPS * 1e12
-            return cls(
-                cpu,
-                CPU_MEMORY_GB_PER_S * 1e9,
-                CPU_LINK_GB_PER_S * 1e9,
-                CPU_MEMORY_GB_PER_S * 1e9,
-                2e-5,
-                CPU_LINK_GB_PER_S * 1e9,
-            )
+            memory, link = CPU_MEMORY_GB_PER_S * 1e9, CPU_LINK_GB_PER_S * 1e9
+            return cls(CPU_TFLOPS * 1e12, memory, link, memory, 2e-5, link)
         flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
         if precision == "bf16" and not facts.bf16:
             flops = facts.fp32_tflops
@@ -148,36 +137,30 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a candidate's step, in seconds at full rates; one entry per candidate.
-
-    Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), hooks (its work in ZeRO-3's hooks on GPUs), exchange_micro (between the ranks of a
-    sequence), gather_micro and reduce_micro (communication), pcie_micro. Per step: step_starts, gather_step, reduce_step,
-    optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data and the training loop).
-    """
+    """Work of a candidate's step, in seconds at full rates; one entry per candidate."""
 
     forward_share: Floats  # share of products, without recomputation
     recompute_share: Floats
+    # Per micro-batch
     products: Floats
-    tail: Floats
-    moved: Floats
-    starts: Floats
-    hooks: Floats
-    step_starts: Floats
-    exchange_micro: Floats
+    tail: Floats  # products per token: the waste of small batches
+    moved: Floats  # operators other than products
+    starts: Floats  # the processor's work to start kernels
+    hooks: Floats  # its work in ZeRO-3's hooks on GPUs
+    exchange_micro: Floats  # between the ranks of a sequence
     gather_micro: Floats
-    gather_step: Floats
     reduce_micro: Floats
-    reduce_step: Floats
     pcie_micro: Floats
+    # Per step
+    step_starts: Floats
+    gather_step: Floats
+    reduce_step: Floats
     pcie_step: Floats
     optimizer: Floats
     cpu_adam: Floats
     nvme: Floats
     collectives: Floats
-    loop: Floats
-    hides: Floats  # 1 if communication overlaps computation
-    adam_beside: Floats  # 1 if the host's Adam overlaps computation
+    loop: Floats  # data and the training loop
     queued: Floats  # share of the passes whose kernels start while earlier ones run; a CPU rank does both itself
 
 
@@ -198,9 +181,11 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) * per_byte
     # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
-    quantized, passes = quantized_sizes(job, trace), np.where(c.checkpointing > 0, 3.0, 2.0)
-    moved = moved + passes * sum(quantized) * (NF4_BYTES + job.element_bytes) * per_byte
-    dequantizing = passes * len(quantized) * DEQUANTIZING_OPERATORS * rates.operator_seconds
+    quantized = quantized_sizes(job, trace)
+    moved = moved + c.passes * sum(quantized) * (NF4_BYTES + job.element_bytes) * per_byte
+    dequantizing = c.passes * len(quantized) * DEQUANTIZING_OPERATORS * rates.operator_seconds
+    fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
+    starts = either(sum(plain.operators), sum(again.operators)) * fused * rates.operator_seconds
     mapped = (LARGEST_OF_LOSS * loss >= MAPPED_BYTES) & (hardware.device == "cpu")
     hooks = _hooks(hardware, trace, c)
     apart = (c.stage == 3) & (hardware.device == "cuda")  # on CPU ranks the stage's own factor covers them
@@ -211,11 +196,10 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0)
         + np.where(mapped, loss / (TOUCHED_GB_PER_S * 1e9), 0.0),
-        starts=_starts(trace, c, rates) + dequantizing + np.where(apart, 0.0, hooks),
+        starts=starts + dequantizing + np.where(apart, 0.0, hooks),
         hooks=np.where(apart, hooks, 0.0),
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
-        hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
         queued=_queued(job, hardware, c),
         exchange_micro=_exchanged(job, hardware, c, rates),
         **_sent(job, hardware, trace, c, rates),
@@ -230,8 +214,7 @@ def _queued(job: Job, hardware: Hardware, c: Columns) -> Floats:
     4.57, modeling_qwen3_moe.py, Qwen3MoeSparseMoeBlock.forward). A backward does not.
     """
     waits = has_expert_modules(job.model.config, job.interpreter.version("transformers"))
-    passes = np.where(c.checkpointing > 0, 3.0, 2.0)
-    return np.where(waits, 1 / passes, 1.0) * float(hardware.device == "cuda")
+    return np.where(waits, 1 / c.passes, 1.0) * float(hardware.device == "cuda")
 
 
 def _share(part: float, whole: float) -> float:
@@ -252,7 +235,7 @@ def _exchanged(job: Job, hardware: Hardware, c: Columns, rates: DeviceRates) -> 
     near = min(size, hardware.per_node)
     network = hardware.network_gb_per_s * 1e9 / hardware.per_node
     per_byte = (near - 1) / size / rates.node_link + (size - near) / size / network
-    tokens = c.rows * c.tokens * np.where(c.checkpointing > 0, 3.0, 2.0)
+    tokens = c.rows * c.tokens * c.passes
     return np.asarray(heads.layers * heads.exchanged(size) * job.element_bytes * tokens * per_byte)
 
 
@@ -288,12 +271,14 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
     gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
     gathers = gathers + np.where(one | two, total / ranks / np.maximum(1.0, c.allgather_bucket), 0.0)
     groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
+    # Beyond one node a collective passes every rank. Within a node, BUCKET_SECONDS includes that.
+    hops_seconds = (hardware.nodes - 1) * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
     return {
         "gather_micro": np.where(three, fetched, zero),
         "gather_step": np.select([one | two, three], [once + zero, others * width * whole], 0.0),
         "reduce_micro": np.select([two, three], [to_its_rank * reduced, reduced], 0.0),
         "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, zero),
-        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
+        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + hops_seconds),
     }
 
 
@@ -323,7 +308,6 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
         / np.where(c.stage == 0, 1.0, job.ranks)
         / rates.flops,
         "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_memory_rate(hardware),
-        "adam_beside": c.adam_beside,
         "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
         / (NVME_GB_PER_S * 1e9),
     }
@@ -336,15 +320,6 @@ def _newton_schulz_flops(job: Job) -> float:
     """
     text = job.model.config.get("text_config") or job.model.config
     return 5 * 3 * 2.0 * (_first(text, _HIDDEN) or 0)
-
-
-def _hops_seconds(hardware: Hardware) -> float:
-    """Return the seconds that passing every rank adds to a collective beyond one node.
-
-    Within a node, BUCKET_SECONDS includes them.
-    """
-    extra = hardware.nodes - 1
-    return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
 
 
 def _step_operators(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Floats:
@@ -373,21 +348,13 @@ def host_memory_rate(hardware: Hardware) -> float:
     return min(HOST_MEMORY_GB_PER_S, CORE_GB_PER_S * cores if cores else np.inf) * 1e9
 
 
-def _starts(trace: Trace, c: Columns, rates: DeviceRates) -> Floats:
-    """Return the processor's seconds to start a micro-batch's kernels."""
-    plain, again = trace.plain.operators, trace.of(True).operators
-    fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
-    return np.where(c.checkpointing > 0, sum(again), sum(plain)) * fused * rates.operator_seconds
-
-
 def _hooks(hardware: Hardware, trace: Trace, c: Columns) -> Floats:
     """Return the processor's seconds in ZeRO's hooks in a micro-batch."""
     tensors = float(len(trace.parameters))
     adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules per adapter
     modules = MODULES_AN_OPERATOR * np.maximum(trace.plain.operators[0] - adapters, 0.0) + adapters
-    passes = np.where(c.checkpointing > 0, 3.0, 2.0)
     seconds = MODULE_SECONDS if hardware.device == "cuda" else CPU_MODULE_SECONDS
-    return np.select([c.stage == 3, c.stage > 0], [modules * passes * seconds, tensors * REDUCED_SECONDS], 0.0)
+    return np.select([c.stage == 3, c.stage > 0], [modules * c.passes * seconds, tensors * REDUCED_SECONDS], 0.0)
 
 
 @dataclass(frozen=True)
@@ -423,7 +390,7 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
     gpu = products + moved
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
-    hidden = k["hidden"] * w.hides
+    hidden = k["hidden"] * (c.overlap > 0)  # at every stage; otherwise both use one stream
 
     def started(running: Floats) -> Floats:
         return w.queued * _larger(running, starts) + (1 - w.queued) * (running + starts)
@@ -441,18 +408,17 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
     pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
     # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py).
     cpu_adam = k["cpu_adam"] * w.cpu_adam
-    cpu_adam = np.maximum(cpu_adam - w.adam_beside * 0.66 * compute, (1 - w.adam_beside) * cpu_adam)
-    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme
+    cpu_adam = np.maximum(cpu_adam - c.adam_beside * 0.66 * compute, (1 - c.adam_beside) * cpu_adam)
     return StepSeconds(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,
         backward=total * (1 - w.forward_share - w.recompute_share),
         communication=exposed + k["collectives"] * w.collectives,
         optimizer=k["optimizer"] * w.optimizer,
-        offload=offload,
+        offload=pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme,
         loop=k["loop"] * w.loop + k["starts"] * w.step_starts,  # the host reads the norm, so nothing hides its work
-        launch_bound=np.where(starts > products + moved, 1.0, 0.0),
-        moved_share=moved / np.maximum(products + moved, np.finfo(float).tiny),
+        launch_bound=np.where(starts > gpu, 1.0, 0.0),
+        moved_share=moved / np.maximum(gpu, np.finfo(float).tiny),
     )
 
 

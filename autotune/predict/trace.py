@@ -1,4 +1,4 @@
-"""Trace cache, tracer requests, and the closed-form fallback."""
+"""Trace of a job, from the cache or from an `autotune.predict.tracer` process. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ from autotune.util.entry_points import NOT_PROTECTED, TRACER
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
-
-__all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs", "traced_predictor"]
-
-# -- trace -------------------------------------------------------------------------------------------------------------
-#
-# The trace of a job, from the cache or from an `autotune.predict.tracer` process.
-#
-# The tuner's process never imports torch, so nothing here does.
 
 # Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
 # place, as fused cross-entropy kernels do; `fused32`: in place of their 32-bit copy. `chunked`: chunk by chunk, as
@@ -75,38 +67,6 @@ def temporary_folder() -> Iterator[Path]:
     finally:
         for left in [*folder.iterdir(), folder]:
             remove(left)
-
-
-@contextlib.contextmanager
-def _tracer(
-    interpreter: Interpreter, *options: str, agreed: bool, stderr: int = subprocess.PIPE
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a tracer in a sandbox: it calls the user's `--workload`, or code of the model's repository.
-
-    Without `--sizes` it sees no GPU.
-
-    Args:
-        agreed: run it without a sandbox on a machine that offers none.
-
-    Raises:
-        NotProtected: the machine offers none, and `agreed` is false.
-    """
-    seen = {} if "--sizes" in options else _NO_GPU
-    with (
-        temporary_folder() as folder,
-        subprocess.Popen(
-            sandboxed_command(interpreter.path, str(folder), TRACER, *options, agreed=agreed),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env={**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"},
-            text=True,
-            encoding="utf-8",
-        ) as tracing,
-    ):
-        yield tracing
-    if tracing.returncode == NOT_PROTECTED:
-        raise NotProtected
 
 
 def missing_packages(interpreter: Interpreter) -> list[str]:
@@ -152,7 +112,7 @@ def trace_job(
             own, f"{' and '.join(missing)} not installed; --python names an environment that has them"
         )
     path = cache_path(job, loss, device)
-    options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
+    options = ["--loss", loss] * (loss != "own") + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are processed one by one
     late = path.with_suffix(".late.json")
@@ -181,50 +141,6 @@ def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return known if known["late_seconds"] >= timeout_seconds else None
     return None
-
-
-def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], None] | None = None) -> None:
-    """Fill the cache for many (job, loss) at once. torch is imported once, and both cores trace.
-
-    A job that cannot be traced is skipped; `trace_job` reports the reason.
-
-    Args:
-        on_traced: called with (traces made, traces to make) after each.
-    """
-    missing = {}
-    for job, loss in jobs:
-        job, _ = with_runnable_attention(job)
-        path = cache_path(job, loss)
-        if not path.exists():
-            missing[path] = {"job": job.order(), "options": _loss_options(loss)}
-    if not missing:
-        return
-    paths, interpreter = list(missing), jobs[0][0].interpreter  # one tracer serves all
-    agreed = all(job.unprotected or not job.has_own_code for job, _ in jobs)
-    with _tracer(interpreter, "--many", agreed=agreed, stderr=subprocess.DEVNULL) as tracing:
-        assert tracing.stdin
-        assert tracing.stdout
-        tracing.stdin.write(json.dumps(list(missing.values())))
-        tracing.stdin.close()
-        for made, line in enumerate(_json_lines(tracing.stdout), start=1):
-            if "trace" in line:
-                with contextlib.suppress(OSError):
-                    write_atomically(paths[line["at"]], json.dumps(line["trace"]))
-            if on_traced:
-                on_traced(made, len(paths))
-
-
-def _loss_options(loss: str) -> list[str]:
-    return [] if loss == "own" else ["--loss", loss]
-
-
-def _json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among the lines. A model's code may print, too."""
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "at" in found:
-                yield found
 
 
 def _ask_tracer(job: Job, options: list[str], timeout_seconds: float, cancelled: Callable[[], bool]) -> dict[str, Any]:
@@ -265,16 +181,38 @@ def _run_tracer(
     interpreter: Interpreter,
     agreed: bool,
 ) -> tuple[str, str]:
-    """Run a tracer with these options and a job, and return its stdout and stderr; `agreed` as in `_tracer`.
+    """Run a tracer in a sandbox, and return its stdout and stderr. It may call the user's workload, or the model's own code.
+
+    Without `--sizes` it sees no GPU.
+
+    Args:
+        asked: the job in JSON, for the tracer's standard input.
+        agreed: run it without a sandbox on a machine that offers none.
 
     Raises:
+        NotProtected: the machine offers none, and `agreed` is false.
         TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
-    with _tracer(interpreter, *options, agreed=agreed) as tracing:
+    seen = {} if "--sizes" in options else _NO_GPU
+    with (
+        temporary_folder() as folder,
+        subprocess.Popen(
+            sandboxed_command(interpreter.path, str(folder), TRACER, *options, agreed=agreed),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"},
+            text=True,
+            encoding="utf-8",
+        ) as tracing,
+    ):
         try:
-            return _outputs(tracing, asked, timeout_seconds, cancelled)
+            found = _outputs(tracing, asked, timeout_seconds, cancelled)
         finally:
             tracing.kill()
+    if tracing.returncode == NOT_PROTECTED:
+        raise NotProtected
+    return found
 
 
 class _TooLong(TimeoutError):
@@ -319,11 +257,6 @@ def _worked_seconds(pid: int) -> float:
             with contextlib.suppress(psutil.Error):
                 worked += sum(process.cpu_times()[:4])  # includes ended children
     return worked
-
-
-# -- traced ------------------------------------------------------------------------------------------------------------
-#
-# Predictor of a job that this process may run: its model is traced in a separate process if no trace is known.
 
 
 def traced_predictor(

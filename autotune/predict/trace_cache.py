@@ -1,4 +1,4 @@
-"""Cache of traces, and the closed-form fallback."""
+"""Cache of traces, which is read without starting a process, and the closed-form fallback."""
 
 from __future__ import annotations
 
@@ -22,10 +22,6 @@ from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, loss_in_kernel
 from autotune.util.files import cache_root
 
-# -- trace cache -------------------------------------------------------------------------------------------------------
-#
-# Cache of traces. Reading it starts no process: the commands that read a study take no other trace (`stored_trace`).
-
 RUNS_IT = ("torch", "transformers")
 VERSION = 9  # of what the tracer finds: raise it when that changes
 _OF_LORA = _OF_CHUNKS = 2  # the same for jobs with adapters, and for losses in chunks, alone
@@ -46,12 +42,11 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     Args:
         versions: of torch and transformers, as a study records them; None: those of the job's interpreter.
     """
-    versions_of_runner = {name: versions.get(name) if versions else job.interpreter.version(name) for name in RUNS_IT}
     parts = {
         "model": asdict(job.model),
         "seq_len": job.seq_len,
         "precision": job.precision,
-        "versions": versions_of_runner,
+        "versions": _versions_of_runner(job, versions),
         "version": VERSION,
         **({"loss": loss} if loss != "own" else {}),
         **({"device": device} if device != "cuda" else {}),
@@ -67,8 +62,12 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def _versions_of_runner(job: Job, versions: Mapping[str, str] | None) -> dict[str, str | None]:
+    return {name: versions.get(name) if versions else job.interpreter.version(name) for name in RUNS_IT}
+
+
 def with_runnable_attention(job: Job) -> tuple[Job, bool]:
-    """(the job with an attention that runs without a GPU, whether that is another than its own)."""
+    """Return the job with an attention that runs without a GPU, and True if it replaces the job's own."""
     asked = job.attention or job.model.config.get("attn_implementation")
     if asked in _RUNS_ANYWHERE:
         return job, False
@@ -119,7 +118,7 @@ def known_trace(
     if (found := cached(cache_path(job, loss, device, versions))) is not None:
         return found
     made_by, traces = _shipped()
-    mine = {name: versions.get(name) if versions else job.interpreter.version(name) for name in RUNS_IT}
+    mine = _versions_of_runner(job, versions)
     if all(mine.values()) and _public(mine) != _public(made_by):
         return None
     data = traces.get(shipped_key(job, loss, device, made_by))
@@ -205,13 +204,17 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     counted = sizes is not None
     note = untraced_note(why, counted)
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
-    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
-    hidden = text.get("hidden_size", text.get("n_embd"))
-    if not follows_from_shape(job) or shape is None or products is None:
-        saved = _saved_by_layers(text, float(job.seq_len)) if shape is None else None
-        return _trace_of_sizes(job, why, sizes, saved)
-    layers, attention, vocabulary = shape
-    assert isinstance(hidden, int)
+    dense = _dense(job)
+    if dense is None:
+        if sizes is None or not sizes[0]:
+            raise UserError(
+                f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to estimate "
+                "it by"
+            )
+        length = float(job.seq_len)
+        saved = None if dense_shape(job.model.config) else _saved_by_layers(text, length)
+        return _of_sizes(job, *sizes, length, saved or _saved_by(sum(*sizes), length), note)
+    layers, attention, vocabulary, hidden, products = dense
     heads: int = text.get("num_attention_heads", text.get("n_head")) or 1
     key_value = attention // heads * (text.get("num_key_value_heads") or heads)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
@@ -256,29 +259,19 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     )
 
 
-def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None) -> Trace:
-    """Build a Trace from the parameters' sizes.
-
-    Args:
-        saved: bytes that a forward saves, or None if unknown.
-
-    Raises:
-        UserError: the sizes are not known.
-    """
-    if sizes is None or not sizes[0]:
-        raise UserError(
-            f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to estimate it by"
-        )
-    tokens = float(job.seq_len)
-    return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why, counted=True))
-
-
 def follows_from_shape(job: Job) -> bool:
     """Check that the configuration is a dense decoder's, so that it alone determines what the layers keep."""
+    return _dense(job) is not None
+
+
+def _dense(job: Job) -> tuple[int, int, int, int, int] | None:
+    """Return (layers, attention width, vocabulary, hidden size, matmul parameters) of a dense decoder; None for others."""
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     hidden = text.get("hidden_size", text.get("n_embd"))
-    known = dense_shape(job.model.config) is not None and matmul_parameters(job.model.config, job.task) is not None
-    return known and isinstance(hidden, int) and job.task not in (SEQ2SEQ, IMAGE_TEXT)
+    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
+    if shape is None or products is None or not isinstance(hidden, int) or job.task in (SEQ2SEQ, IMAGE_TEXT):
+        return None
+    return *shape, hidden, products
 
 
 def profile_trace(job: Job) -> Trace:
@@ -302,9 +295,9 @@ def profile_trace(job: Job) -> Trace:
 
 
 def _saved_by(elements: int, tokens: float) -> float:
-    """Estimate the bytes that a forward saves from the parameter count alone: 34 per token and unit of width (Korthikanti et al.
+    """Estimate the bytes that a forward saves from the parameter count alone.
 
-    2022, equation 2), in one layer of 12 x width^2 elements.
+    One layer of 12 x width^2 elements saves 34 per token and unit of width (Korthikanti et al. 2022, equation 2).
     """
     return 34 * tokens * math.sqrt(elements / 12)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 FORWARD, BACKWARD = 0, 1
 IMPORTED = "autotune: imported"  # a line that the tracer writes; its time limit counts from there
+ENTRIES = ("fixed", "per_sequence", "gradients", "in_use")  # fields of a Pass with the bytes of each allocation
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Pass:
         The weights are those of gradients and of parameters in use.
         """
         keep: list[int] = []
-        values = np.array([self.fixed, self.per_sequence, self.gradients, self.in_use])
+        values = np.array([getattr(self, name) for name in ENTRIES])
         phases = np.array(self.phase)
         # DeepSpeed makes its buckets when the first gradient exists, so moments before and after do not compete.
         for phase, started in ((FORWARD, False), (BACKWARD, False), (BACKWARD, True)):
@@ -69,19 +70,8 @@ class Pass:
                         total = values[0, at] + batch * values[1, at] + grads * values[2, at] + used * values[3, at]
                         chosen.add(int(at[total.argmax()]))
             keep += sorted(chosen)
-        return Pass(
-            [self.phase[i] for i in keep],
-            [self.fixed[i] for i in keep],
-            [self.per_sequence[i] for i in keep],
-            [self.gradients[i] for i in keep],
-            [self.in_use[i] for i in keep],
-            self.after_forward,
-            self.flops,
-            self.attention,
-            self.moved,
-            self.operators,
-            self.frozen_only,
-        )
+        kept: dict[str, Any] = {name: [getattr(self, name)[i] for i in keep] for name in ("phase", *ENTRIES)}
+        return replace(self, **kept, section=[])
 
 
 @dataclass
@@ -123,18 +113,10 @@ class Trace:
     def from_json(cls, data: dict[str, Any]) -> Trace:
         """Return the trace of JSON data."""
 
-        def restore(value: dict[str, Any] | None) -> Pass | None:
-            if value is None:
-                return None
+        def restore(value: dict[str, Any]) -> Pass:
             pairs = ("after_forward", "flops", "attention", "operators", "frozen_only")
-            return Pass(
-                **{
-                    **value,
-                    **{k: tuple(value[k]) for k in pairs if k in value},
-                    "moved": tuple(map(tuple, value["moved"])),
-                }
-            )
+            tuples: dict[str, Any] = {name: tuple(value[name]) for name in pairs if name in value}
+            return Pass(**{**value, **tuples, "moved": tuple(map(tuple, value["moved"]))})
 
-        plain = restore(data["plain"])
-        assert plain is not None
-        return cls(**{**data, "plain": plain, "checkpointed": restore(data["checkpointed"])})
+        again = data["checkpointed"]
+        return cls(**{**data, "plain": restore(data["plain"]), "checkpointed": again and restore(again)})

@@ -8,11 +8,11 @@ import importlib
 import json
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from autotune.predict.fake_tensor_patches import (
     FusedLinear,
     LossInPlace,
+    Patch,
     at_once,
     liger_kernels,
     plain_conversion,
@@ -27,7 +28,7 @@ from autotune.predict.fake_tensor_patches import (
     with_values,
 )
 from autotune.predict.op_counters import CountedTensors, Counters, add_counter_hooks, follow_encoder, joined_passes
-from autotune.predict.trace_data import BACKWARD, IMPORTED, Pass, Trace
+from autotune.predict.trace_data import BACKWARD, ENTRIES, IMPORTED, Pass, Trace
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
 from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ, kernels_of, loss_in_kernel
 from autotune.rank import model_builder
@@ -41,7 +42,7 @@ from autotune.versions import version_of
 # -- tracer ------------------------------------------------------------------------------------------------------------
 #
 # The process that traces a model: `python -m autotune.predict.tracer [--loss KIND] [--cpu] [--sizes] < JOB.json >
-# ANSWER.json`; `--many` reads a list of jobs with their options and writes one answer per line.
+# ANSWER.json`.
 #
 # The model's forward and backward run under fake tensors: operators only derive shapes, and use no memory. Two runs, at
 # micro-batches of two and three sequences, give every allocation as `fixed + per_sequence x micro_batch`. A deep model
@@ -49,8 +50,6 @@ from autotune.versions import version_of
 #
 # Within `predict`, only this module, `op_counters` and `fake_tensor_patches` import torch and transformers. The tuner's
 # process never imports them.
-
-MOST_SECONDS = 300  # limit of each trace under --many
 
 
 class Untraceable(Exception):
@@ -95,7 +94,7 @@ def trace_model(
 
     Raises:
         Untraceable: an operator needs values, not shapes, or the model's code needs something that is missing here.
-        Impossible: transformers refuses the configuration.
+        Impossible: transformers refuses the configuration, or no batch with images can be made for the model.
     """
     config = _configuration(job)
     model = _built(job, config)
@@ -105,14 +104,19 @@ def trace_model(
     if (job.liger or job.loss == LIGER_LOSS) and config is not None and loss == "own":
         liger, torchs, wide = version_of("liger_kernel"), version_of("torch"), job.precision == "fp32"
         loss = loss_in_kernel(model.config.model_type, liger, wide=wide, torch=torchs)
-    _try_batch(job, config)
+    if job.task == IMAGE_TEXT:
+        try:
+            blank_batch(job, config, 1)
+        except ValueError as error:
+            raise Impossible(" ".join(str(error).split())) from None
     depths = None if whole_depth or config is None else extrapolation(config, model)
     del model
     options = _Options(use_cache, loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
-        # The fork happens before torch has run anything: each child has the imports, and a core.
-        with _children(workers) as pool:
+        # The fork happens before torch has run anything: each child has the imports, and a core. Children end with this
+        # process, so that a caller that gives up a trace only has to end the process that it started.
+        with multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),)) as pool:
             passes = pool.starmap(_one_pass, both)
     else:
         passes = [_one_pass(*arguments) for arguments in both]
@@ -129,7 +133,7 @@ def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) ->
     """
     config = transformers_config(job.model)
     config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
-    return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
+    return _run(job, config, checkpointing, _Options(), micro_batch).allocations
 
 
 def _configuration(job: Job) -> Any:
@@ -179,19 +183,6 @@ def _orthogonalized(model: Any) -> list[int]:
     """
     named = ((name.lower(), p) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1)
     return [p.numel() for name, p in named if "embed" not in name and "lm_head" not in name]
-
-
-def _try_batch(job: Job, config: Any) -> None:
-    """Check that a batch with images can be made.
-
-    Raises:
-        Impossible: no batch with images can be made for the model.
-    """
-    if job.task == IMAGE_TEXT:
-        try:
-            blank_batch(job, config, 1)
-        except ValueError as error:
-            raise Impossible(" ".join(str(error).split())) from None
 
 
 def _one_pass(
@@ -246,9 +237,7 @@ class _Passed(torch.autograd.Function):
         return gradients[0], None
 
 
-def _run(
-    job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int, keep_events: bool = False
-) -> Counters:
+def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int) -> Counters:
     """Run one forward and backward under fake tensors.
 
     Raises:
@@ -276,13 +265,13 @@ def _run(
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
-            live.events = run.allocations if keep_events else None
+            live.events = run.allocations
             looping.enter_context(_first_slices(live, run))
             if job.liger and job.workload is None:
                 looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss, live)
-            run.add(Uncounted.of(job, model, micro_batch, options.loss))
+            add_uncounted(run, job, model, micro_batch, options.loss)
             run.after_forward = live.bytes - run.base
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
@@ -336,12 +325,12 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
 _OF_LOOP = 0.2
 
 
-@contextlib.contextmanager
-def _first_slices(live: LiveTensors, run: Counters) -> Iterator[None]:
+def _first_slices(live: LiveTensors, run: Counters) -> Patch:
     """Record the allocations of two slices of a chunked loss only.
 
     The others repeat them, and `extrapolate` would take so many for those of layers. Their work is counted.
     """
+    slices = model_builder.vocabulary_slices
 
     def watched(vocabulary: int) -> Iterator[slice]:
         watch, before = live.watch, run.operators[run.phase]
@@ -351,29 +340,20 @@ def _first_slices(live: LiveTensors, run: Counters) -> Iterator[None]:
         live.watch = watch
         run.operators[run.phase] = before + round(_OF_LOOP * (run.operators[run.phase] - before))
 
-    slices, model_builder.vocabulary_slices = model_builder.vocabulary_slices, watched
-    try:
-        yield
-    finally:
-        model_builder.vocabulary_slices = slices
+    return patch.object(model_builder, "vocabulary_slices", watched)
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------
 
 
-def answer_to(
-    job: Job,
-    options: list[str],
-    workers: int = 2,
-    on_sizes: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
-) -> dict[str, Any]:
+def answer_to(job: Job, options: list[str], on_sizes: Callable[[tuple[list[int], int]], None]) -> dict[str, Any]:
     """Return `trace`; `untraceable` with the reason, and the parameters' `sizes` if known; or `impossible`."""
     try:
         if "--sizes" in options:
             return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
         loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
-        return {"trace": trace_model(job, loss=loss, device=device, workers=workers, on_sizes=on_sizes).to_json()}
+        return {"trace": trace_model(job, loss=loss, device=device, workers=2, on_sizes=on_sizes).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
@@ -394,45 +374,8 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
-    """Yield an answer for each `{"job", "options"}` as it arrives, with its index as `at`.
-
-    Each worker traces one job at a time; torch and transformers are imported once.
-    """
-    with _children(workers) as pool:
-        yield from pool.imap_unordered(_answer_at, enumerate(asked))
-
-
-def _children(workers: int) -> Any:
-    """Create a pool of forked processes that end with this one.
-
-    A caller that gives up a trace only has to end the process that it started.
-    """
-    return multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),))
-
-
-def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
-    at, asked = one
-    signal.signal(signal.SIGALRM, _too_long)
-    signal.alarm(MOST_SECONDS)
-    try:
-        return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
-    except Exception as error:  # one model's code must not end the other traces
-        return {"at": at, "untraceable": _line(error)}
-    finally:
-        signal.alarm(0)
-
-
-def _too_long(*_: Any) -> None:
-    raise Untraceable(f"no trace within {MOST_SECONDS} s")
-
-
 def main() -> None:
-    """Trace the job on standard input, or many jobs with `--many`; print JSON lines."""
-    if "--many" in sys.argv:
-        for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
-            print(json.dumps(answer), flush=True)
-        return
+    """Trace the job on standard input; print JSON lines."""
     with contextlib.suppress(Exception):  # a failing import fails again, with a message, when it is needed
         importlib.import_module("transformers.modeling_utils")
     print(IMPORTED, flush=True)
@@ -441,12 +384,12 @@ def main() -> None:
     def on_sizes(sizes: tuple[list[int], int]) -> None:  # sizes are reported even if the trace fails
         print(json.dumps({"sizes": sizes}), flush=True)
 
-    print(json.dumps(answer_to(job, sys.argv[1:], on_sizes=on_sizes)))
+    print(json.dumps(answer_to(job, sys.argv[1:], on_sizes)))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 #
-# Losses of a traced model, one for each of `trace.LOSSES`. Only the tracer imports this module.
+# Losses of a traced model, one for each of `trace.LOSSES`.
 
 IN_CHUNKS = ("chunked", "chunked-apart")
 
@@ -485,10 +428,10 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
 
 
 def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
-    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al.
+    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024).
 
-    2024). Forward handles a part of the tokens at a time, with logits about as large as the hidden states, and already
-    makes both gradients.
+    Forward handles a part of the tokens at a time, with logits about as large as the hidden states, and already makes both
+    gradients.
     """
     head, read = model.get_output_embeddings(), []
 
@@ -515,35 +458,26 @@ def bytes_of_head(job: Job, model: Any, loss: str) -> float:
     """
     if loss not in IN_CHUNKS or job.task not in DECODED:
         return 0.0
+    return float(model.get_output_embeddings().weight.nbytes)
+
+
+def add_uncounted(run: Counters, job: Job, model: Any, micro_batch: int, loss: str) -> None:
+    """Add the work of a fused kernel's loss in forward, which reads the logits twice and writes their gradient once.
+
+    In parts, add logits and both gradients for all parts except the one that runs.
+    """
+    if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
+        return
     weight = model.get_output_embeddings().weight
-    return float(weight.numel() * weight.element_size())
-
-
-@dataclass(frozen=True)
-class Uncounted:
-    """Work of a loss in forward that a traced run does not do."""
-
-    flops: float = 0.0
-    moved: float = 0.0  # bytes
-    operators: int = 0
-
-    @classmethod
-    def of(cls, job: Job, model: Any, micro_batch: int, loss: str) -> Uncounted:
-        """Return the work of a fused kernel's loss, which reads the logits twice and writes their gradient once.
-
-        In parts, add logits and both gradients for all parts except the one that runs.
-        """
-        if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
-            return cls()
-        weight = model.get_output_embeddings().weight
-        products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
-        tokens = micro_batch * job.seq_len
-        if loss == "fused32":
-            return cls(0.0, 3.0 * 4 * tokens * vocabulary, 1)
-        at_once = width * _chunk_of(model)
-        chunks = -(-vocabulary // at_once)
-        flops = 2 * products * tokens * width * max(0, vocabulary - at_once)
-        return cls(float(flops), 3.0 * tokens * vocabulary * weight.element_size(), (products + 1) * (chunks - 1) + 1)
+    products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
+    tokens = micro_batch * job.seq_len
+    if loss == "fused32":
+        run.add(1, 3.0 * 4 * tokens * vocabulary)
+        return
+    chunk = width * _chunk_of(model)
+    flops = 2 * products * tokens * width * max(0, vocabulary - chunk)
+    chunks = -(-vocabulary // chunk)
+    run.add((products + 1) * (chunks - 1) + 1, 3.0 * tokens * vocabulary * weight.element_size(), float(flops))
 
 
 def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
@@ -552,7 +486,7 @@ def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
     Raises:
         ValueError: no batch with images can be made for the model.
     """
-    return one_batch(job, config, micro_batch, job.seq_len, _zeros)
+    return one_batch(job, config, micro_batch, job.seq_len, lambda shape, below: torch.zeros(shape, dtype=torch.long))
 
 
 def _counted_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -> dict[str, Any]:
@@ -565,22 +499,19 @@ def _counted_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -
     return batch
 
 
-def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.long)
-
-
 # -- layer extrapolation -----------------------------------------------------------------------------------------------
 #
 # Extrapolate a deep model's pass from those of shallow models: each repeated layer adds as much as the one before.
 #
-# A model has one stack of layers, or two: an encoder's and a decoder's. Nothing here imports torch: configurations are
-# any objects with transformers' attributes.
+# A model has one stack of layers, or two: an encoder's and a decoder's.
 
 _STACKS = ("ModuleList", "Sequential")
 Depths = dict[str, int]  # number of layers of each stack, by the attribute that counts them
 
 # Attributes that count an encoder-decoder's layers (T5's and BART's families).
 _TWO_STACKS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))
+# Attributes of a model whose layers differ: only some have experts, or share keys and values.
+_UNLIKE = ("num_kv_shared_layers", "mlp_only_layers", "first_k_dense_replace", "sparse_step", "encoder_sparse_step")
 
 
 class Extrapolation(NamedTuple):
@@ -696,11 +627,7 @@ def _small_depths(text: Any, name: str, least: int, kinds: Sequence[Any] | None 
         kinds: value per layer from `layer_kinds`; None if unknown.
     """
     deep = getattr(text, name)
-    if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "mlp_only_layers", None):
-        return None
-    if getattr(text, "first_k_dense_replace", 0) or (getattr(text, "decoder_sparse_step", 1) or 1) > 1:
-        return None
-    if getattr(text, "sparse_step", 0) or getattr(text, "encoder_sparse_step", 0):  # only some layers have experts
+    if any(getattr(text, key, 0) for key in _UNLIKE) or (getattr(text, "decoder_sparse_step", 1) or 1) > 1:
         return None
     patterns = [list(value) for value in vars(text).values() if isinstance(value, list | tuple) and len(value) == deep]
     if _whole_blocks(text):
@@ -756,43 +683,27 @@ def extrapolate(short: Pass, longer: Sequence[tuple[Pass, float]]) -> Pass:
     Allocations are matched by section of each phase (a model's stacks and their surroundings): the first half from the
     section's beginning, the second half from its end. The allocations between are whole layers.
     """
-    names = ("fixed", "per_sequence", "gradients", "in_use")
     places = [_matched(short, long) for long, _ in longer]
 
-    def further(of_short: float, of_longer: Sequence[float]) -> float:
+    def further(of_short: Any, *of_longer: Any) -> Any:
+        """Extrapolate a number, or each number of a tuple."""
+        if isinstance(of_short, tuple):
+            return tuple(further(*parts) for parts in zip(of_short, *of_longer, strict=True))
         # Each longer model includes all of the short one, so only its growth is multiplied.
         return of_short + sum(
             (more - of_short) * (factor + 1) for more, (_, factor) in zip(of_longer, longer, strict=True)
         )
 
-    columns: dict[str, list[float]] = {
+    found: dict[str, Any] = {
         name: [
-            further(value, [getattr(long, name)[at[i]] for at, (long, _) in zip(places, longer, strict=True)])
+            further(value, *(getattr(long, name)[at[i]] for at, (long, _) in zip(places, longer, strict=True)))
             for i, value in enumerate(getattr(short, name))
         ]
-        for name in names
+        for name in ENTRIES
     }
-
-    def pair(name: str, *parts: int) -> Any:
-        runs = [short, *(long for long, _ in longer)]
-        values = [getattr(run, name) for run in runs]
-        for part in parts:
-            values = [value[part] for value in values]
-        return tuple(further(first, others) for first, *others in zip(*values, strict=True))
-
-    return Pass(
-        list(short.phase),
-        fixed=columns["fixed"],
-        per_sequence=columns["per_sequence"],
-        gradients=columns["gradients"],
-        in_use=columns["in_use"],
-        after_forward=pair("after_forward"),
-        flops=pair("flops"),
-        attention=pair("attention"),
-        moved=(pair("moved", 0), pair("moved", 1)),
-        operators=pair("operators"),
-        frozen_only=pair("frozen_only"),
-    )
+    for name in ("after_forward", "flops", "attention", "moved", "operators", "frozen_only"):
+        found[name] = further(getattr(short, name), *(getattr(long, name) for long, _ in longer))
+    return replace(short, section=[], **found)
 
 
 def _matched(short: Pass, long: Pass) -> list[int]:

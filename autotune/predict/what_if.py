@@ -1,4 +1,4 @@
-"""Predictions of a job on other hardware, and the predictor's published error."""
+"""Predictions of a job on other machines, from one trace and a thinned space, and the predictor's published error."""
 
 from __future__ import annotations
 
@@ -31,10 +31,6 @@ from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
-
-# -- other hardware ----------------------------------------------------------------------------------------------------
-#
-# Predictions of one job on other machines, from one trace and a thinned space.
 
 PLENTY = 2**50  # bytes of main memory that hold any offload
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
@@ -134,7 +130,6 @@ class JobPredictions:
         self.hardware, self.job, self.table = hardware, predictor.job, table
         self._predictor, self._candidates, self._prepared = predictor, candidates, prepared
         self._sure = predictor.margins(table) >= SURE_SIGMAS
-        self._told: dict[int, Prediction] = {}
 
     def fastest(self, *, offload: bool = True, any_host: bool = False) -> int | None:
         """Return the index of the fastest candidate that fits with the probability SURE, or None.
@@ -152,12 +147,10 @@ class JobPredictions:
 
     def prediction(self, place: int) -> Prediction:
         """Return the prediction of one candidate with its breakdowns."""
-        if place not in self._told:
-            at = np.array([place])
-            row = Table(**{name: column[at] for name, column in vars(self.table).items()})
-            prepared = self._prepared.rows(at)
-            (self._told[place],) = self._predictor.prepared_predictions([self._candidates[place]], prepared, row)
-        return self._told[place]
+        at = np.array([place])
+        row = Table(**{name: column[at] for name, column in vars(self.table).items()})
+        candidates = [self._candidates[place]]
+        return self._predictor.prepared_predictions(candidates, self._prepared.rows(at), row)[0]
 
 
 def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float:
@@ -302,7 +295,7 @@ class PublishedRow:
     def __str__(self) -> str:
         where = f"{self.gpus} x {self.gpu}{f' in {self.nodes} nodes' if self.nodes > 1 else ''}"
         again = ", checkpointing" if self.checkpointing else ""
-        how = f"ZeRO {self.kind.stage}{' with offload' if self.kind.offloaded else ''}, micro-batch {self.micro_batch}{again}"
+        how = f"{self.kind.words(('stage',))}, micro-batch {self.micro_batch}{again}"
         return f"{self.model}, {self.seq_len} tokens, {where}, {how} ({self.source}, row {self.id})"
 
 

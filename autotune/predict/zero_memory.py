@@ -747,26 +747,22 @@ def optimizer_of_trials(job: Job) -> Stepper:
     own = job.own_optimizer.get("params")
     own = own if isinstance(own, dict) else {}
     is_adam = kind in ("adam", "adamw")
-    deepspeeds = kind == "fused_adam" or (named and is_adam and not own.get("torch_adam"))
-    deepspeeds = deepspeeds and not job.plain
+    flattens = not job.plain and (kind == "fused_adam" or (named and is_adam and not own.get("torch_adam")))
     temporary = 0.0
     if kind == "sgd":
         temporary = _FOREACH_DECAYED_SGD_BYTES if own.get("weight_decay") else 0.0
-    elif kind == "adagrad" or (is_adam and (named or job.plain) and not deepspeeds and not own.get("fused")):
+    elif kind == "adagrad" or (is_adam and (named or job.plain) and not flattens and not own.get("fused")):
         temporary = _FOREACH_BYTES[kind]
-    stray = 1.0 if kind == "adagrad" else 0.0
-    of_script = _of_script(job)
-    temporary, deepspeeds, loops = (temporary, deepspeeds, False) if of_script is None else of_script
-    states, known = float(STATE_BYTES.get(kind, 8)), kind in STATE_BYTES
-    return Stepper(states, float(temporary), deepspeeds, stray, known, loops=loops)
+    temporary, flattens, loops = _of_script(job) or (temporary, flattens, False)
+    states, stray = float(STATE_BYTES.get(kind, _ADAM_BYTES)), float(kind == "adagrad")
+    return Stepper(states, float(temporary), flattens, stray, kind in STATE_BYTES, loops=loops)
 
 
 def _of_script(job: Job) -> tuple[float, bool, bool] | None:
     """Return (bytes of intermediates, `flattens`, `loops`) of the script's own optimizer, which steps regardless of the config.
 
-    None if the profile has no optimizer.
-
-    torch uses `foreach` on CUDA if a script sets neither option (torch 2.13, torch/optim/adam.py, `adam`).
+    None if the profile has no optimizer. torch uses `foreach` on CUDA if a script sets neither option (torch 2.13,
+    torch/optim/adam.py, `adam`).
     """
     profile = job.script.profile if job.script is not None else {}
     if found := profile.get(TORCHS):
@@ -781,8 +777,6 @@ def _of_script(job: Job) -> tuple[float, bool, bool] | None:
 
 
 # -- unmodelled keys ---------------------------------------------------------------------------------------------------
-#
-# DeepSpeed keys that change memory and that no formula here reads.
 #
 # Predictions are less certain if such a key is set, and report it.
 
@@ -819,14 +813,12 @@ _SECTIONS = (
 
 def unread_keys(config: dict[str, Any]) -> list[str]:
     """Return the dotted names of the keys that a config sets and that no formula reads."""
-    zero = config.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    found = [f"zero_optimization.{key}" for key, value in zero.items() if key not in _READ and _is_set(value)]
-    for section in ("offload_optimizer", "offload_param"):
-        entry = zero.get(section)
-        for key, value in (entry if isinstance(entry, dict) else {}).items():
-            if key not in _READ_OFFLOAD and _is_set(value):
-                found.append(f"zero_optimization.{section}.{key}")
+    found = []
+    for section in ("", ".offload_optimizer", ".offload_param"):
+        path, read = f"zero_optimization{section}", _READ_OFFLOAD if section else _READ
+        entry = value_at(config, path)
+        if isinstance(entry, dict):
+            found += [f"{path}.{key}" for key, value in entry.items() if key not in read and _is_set(value)]
     return found + [name for name in _SECTIONS if _is_set(value_at(config, name))]
 
 

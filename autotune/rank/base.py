@@ -1,11 +1,16 @@
-"""Lifecycle of a rank: rendezvous, heartbeat, memory snapshot and error report."""
+"""Lifecycle of a rank: rendezvous, heartbeat, memory snapshot and error report.
+
+A rank is a process that the parent starts, directly or by a fork. The rank connects to the parent's Unix socket, sends
+`hello` and receives its `spec`. From then on both sides exchange JSON lines (`workers/protocol.py`).
+
+The module imports no torch at its top: `hello` is sent first, and the environment is set before torch reads it.
+"""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import os
-import resource
 import signal
 import socket
 import sys
@@ -16,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autotune.errors import Unusable
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
-from autotune.util.linux import main_memory, own_memory
+from autotune.util.linux import data_bytes, main_memory, own_memory
 from autotune.util.units import MIB
 from autotune.workers.failure_classifier import is_memory_error
 from autotune.workers.jit_ops import use_own_folder
@@ -32,25 +38,14 @@ from autotune.workers.protocol import Channel, Message
 if TYPE_CHECKING:
     from autotune.rank.devices import Device
 
-# -- base --------------------------------------------------------------------------------------------------------------
-#
-# Base of every rank: greet the parent, join the process group, report, leave.
-#
-# A rank is a process that the parent starts, directly or by a fork. The rank connects to the parent's Unix socket,
-# sends `hello` and receives its `spec`. From then on both sides exchange JSON lines (`workers/protocol.py`).
-#
-# The module imports no torch at its top: `hello` is sent first, and the environment is set before torch reads it.
-
 EXIT_REPORTED = 13  # exit code of a rank that has reported its failure over the channel
 
 
 def connect_to_parent(address: str, number: int) -> tuple[Channel, Message]:
     """Connect to the parent and send this rank's number.
 
-    The process leaves with code 1 if the parent closes the channel instead of sending a spec.
-
-    Returns:
-        The channel, and the spec that the parent sent.
+    Return the channel, and the spec that the parent sent. The process leaves with code 1 if the parent closes the
+    channel instead.
     """
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
@@ -89,7 +84,7 @@ class BaseRank(ABC):
         self.number: int = spec["rank"]
         self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes (a node slice)
         self.world: int = spec.get("slice_of") or spec["world"]  # ranks of the training
-        local: Any = spec.get("local_rank", spec["rank"])
+        local: Any = spec.get("local_rank", self.number)
         self.local: int = local  # rank on its own host
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
@@ -256,11 +251,7 @@ class BaseRank(ABC):
         return [one / (1 if self.sliced else self.world) for one in self.reduce(seconds, "SUM")]
 
     def reduce(self, seconds: list[float], operation: str) -> list[float]:
-        """Reduce each element over the ranks. Every rank must call this.
-
-        Args:
-            operation: a name of torch.distributed.ReduceOp.
-        """
+        """Reduce each element over the ranks by an operation of torch.distributed.ReduceOp. Every rank must call this."""
         if self.world == 1 or self.sliced:
             return seconds
         # A script may have set a default dtype of 16 bits and a default device.
@@ -355,7 +346,7 @@ class Rendezvous:
 
 # -- memory snapshot ---------------------------------------------------------------------------------------------------
 #
-# Memory snapshot and disk check of a rank after a failure, sent with every error for ambiguous error texts.
+# Memory and disks after a failure, sent with every error for ambiguous error texts.
 #
 # torch is only used if it is loaded already, and CUDA is never initialized. No function raises. A driver or disk that
 # does not answer costs `PATIENCE_SECONDS`. The blocked call stays in a daemon thread, which ends with the process.
@@ -382,7 +373,8 @@ def collect(device: str, cap_bytes: int | None = None) -> Numbers:
         numbers["host_available_bytes"] = main_memory().available
     if device == "cpu":
         with suppress(Exception):
-            numbers.update(_of_cpu(cap_bytes))
+            numbers["reserved_bytes"] = data_bytes("self")
+            numbers |= {"allowed_bytes": cap_bytes} if cap_bytes is not None else {}
     elif device == "cuda":
         torch: Any = sys.modules.get("torch")
         with suppress(Exception):
@@ -392,17 +384,14 @@ def collect(device: str, cap_bytes: int | None = None) -> Numbers:
     return dict(numbers)  # a copy, because the thread may still write
 
 
-def errnos(error: BaseException | None) -> set[int]:
+def errnos(error: BaseException) -> set[int]:
     """Return the kernel's error numbers in a chain of exceptions. SQLite's own codes for a refusal count as EACCES."""
     found: set[int] = set()
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and isinstance(error.errno, int):  # `OSError("no", "room")` has a text there
-            found.add(error.errno)
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _SQLITE_REFUSALS:
+    for one in (error, *error_chain(error)):
+        if isinstance(one, OSError) and isinstance(one.errno, int):  # `OSError("no", "room")` has a text there
+            found.add(one.errno)
+        if getattr(one, "sqlite_errorcode", 0) & 0xFF in _SQLITE_REFUSALS:
             found.add(errno.EACCES)
-        error = error.__cause__ or error.__context__
     return found
 
 
@@ -446,12 +435,6 @@ def of_cuda(torch: Any, index: int, numbers: Numbers) -> None:
         numbers["pinned_bytes"] = int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
-def _of_cpu(cap_bytes: int | None) -> Numbers:
-    """Return the bytes that RLIMIT_DATA counts for this process, and the cap."""
-    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
-    return {"reserved_bytes": used} | ({"allowed_bytes": cap_bytes} if cap_bytes is not None else {})
-
-
 def _within(seconds: float, work: Callable[[], None]) -> None:
     """Run the work in a thread and wait at most `seconds`."""
     with suppress(Exception):  # no thread can start if memory or process numbers have run out
@@ -462,11 +445,8 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 
 # -- heartbeat ---------------------------------------------------------------------------------------------------------
 #
-# Heartbeat of a rank: a thread reports whether the main thread makes progress.
-#
-# Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second the thread samples
-# the main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not
-# change.
+# Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second a thread samples the
+# main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not change.
 
 BEAT_SECONDS = 1.0
 # Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.
@@ -514,7 +494,7 @@ class Heartbeat:
 class ThreadPosition:
     """Position of a thread, without its frames: a stored frame would keep its variables' tensors alive."""
 
-    place: tuple[tuple[int, int], ...]
+    place: tuple[tuple[int, int], ...]  # code and instruction of every frame
     where: str
     waits: bool
     compiles: bool = False
@@ -523,16 +503,10 @@ class ThreadPosition:
 def thread_position(thread: int) -> ThreadPosition | None:
     """Return the current position of a thread by its identity, or None if it has ended."""
     frame = sys._current_frames().get(thread)
-    return None if frame is None else ThreadPosition(_place(frame), describe(frame), waits(frame), compiles(frame))
-
-
-def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    """Return the point of execution: code and instruction of every frame."""
-    found = []
-    while frame is not None:
-        found.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+    if frame is None:
+        return None
+    place = tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame))
+    return ThreadPosition(place, describe(frame), waits(frame), compiles(frame))
 
 
 def describe(frame: FrameType) -> str:
@@ -541,21 +515,12 @@ def describe(frame: FrameType) -> str:
     return f"{code.co_name} ({'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno})"
 
 
-def waits(frame: FrameType | None) -> bool:
+def waits(frame: FrameType) -> bool:
     """Return True if one of the innermost frames belongs to a collective."""
-    for _ in range(_INNERMOST):
-        if frame is None:
-            return False
-        if any(part in frame.f_code.co_filename for part in _COLLECTIVES):
-            return True
-        frame = frame.f_back
-    return False
+    innermost = islice(traceback.walk_stack(frame), _INNERMOST)
+    return any(part in one.f_code.co_filename for one, _ in innermost for part in _COLLECTIVES)
 
 
-def compiles(frame: FrameType | None) -> bool:
+def compiles(frame: FrameType) -> bool:
     """Return True if torch.compile compiles in this stack."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_COMPILERS):
-            return True
-        frame = frame.f_back
-    return False
+    return any(one.f_code.co_filename.endswith(_COMPILERS) for one, _ in traceback.walk_stack(frame))

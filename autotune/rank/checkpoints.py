@@ -23,11 +23,10 @@ from autotune.problem.host_memory import host_available_bytes
 from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
 from autotune.util.interpreter import module_command
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+# -- load --------------------------------------------------------------------------------------------------------------
 #
-# Load a checkpoint that another DeepSpeed config wrote.
-#
-# A checkpoint of the same layout is loaded directly. Any other is first converted to DeepSpeed's universal format.
+# Load a checkpoint that another DeepSpeed config wrote, directly if the layouts are equal. Any other is first converted
+# to DeepSpeed's universal format.
 
 # A suffix of autotune's own. `TAG_universal` next to the checkpoint belongs to the user, as does the `latest_universal`
 # that DeepSpeed's converter writes next to its output.
@@ -40,8 +39,9 @@ _MOST_WORKERS = 16  # more processes slow each other down at one disk
 
 
 def layout(config: dict[str, Any]) -> tuple[object, ...]:
-    """Return the format of a config's checkpoints. Configs with equal layouts load each other's checkpoints.
+    """Return the format of a config's checkpoints: kind, size of sub-groups, and what lies on NVMe (optimizer, parameters).
 
+    Configs with equal layouts load each other's checkpoints.
     Source: each config was loaded under each other one with deepspeed 0.19.8 (docs/recovery.md; tests/test_scripts.py
     loads some). Stages 1 and 2 save the same flat partitions. Stage 3 partitions every parameter and saves sub-groups
     of them. Offloading to main memory changes neither. With NVMe, states lie outside the checkpoint's folder.
@@ -53,8 +53,8 @@ def layout(config: dict[str, Any]) -> tuple[object, ...]:
         for part in ("offload_optimizer", "offload_param")
     )
     if stage == 3:
-        return 3, int(float(zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"]))), nvme
-    return ("flat" if stage else 0), nvme
+        return 3, int(float(zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"]))), *nvme
+    return "flat" if stage else 0, None, *nvme
 
 
 def convertible(before: dict[str, Any], after: dict[str, Any], deepspeed: tuple[int, ...]) -> bool:
@@ -69,13 +69,7 @@ def convertible(before: dict[str, Any], after: dict[str, Any], deepspeed: tuple[
     """
     source, target = layout(before), layout(after)
     read = source[0] == "flat" or (source[0] == 3 and knows_every_sub_group(deepspeed))
-    return read and target[0] == 3 and not any((*_nvme(source), *_nvme(target)))
-
-
-def _nvme(found: tuple[object, ...]) -> tuple[bool, ...]:
-    places = found[-1]
-    assert isinstance(places, tuple)
-    return places
+    return read and target[0] == 3 and not any((*source[2:], *target[2:]))
 
 
 def written_under(folder: Path) -> dict[str, Any] | None:
@@ -126,8 +120,7 @@ def load_any(
 
 def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int] | None:
     """Return folder and ZeRO stage of the checkpoint, or None if conversion is unnecessary or impossible."""
-    latest = Path(load_dir) / "latest"
-    name = tag if tag is not None else latest.read_text(encoding="utf-8").strip() if latest.exists() else None
+    name = tag if tag is not None else tag_of(Path(load_dir))
     folder = Path(load_dir) / str(name)
     before = written_under(folder) if name is not None else None
     if before is None or layout(before) == layout(engine.config):
@@ -251,7 +244,7 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         raise RuntimeError(f"checkpoint {folder} cannot be converted: {why}")
     if flat:
         _name_for_stage3(universal, ranks)
-        if not takes_states_in_dicts(deepspeed_release()):
+        if not takes_states_in_dicts():
             _bare_states(universal)
 
 
@@ -331,11 +324,7 @@ _STATES = (_MASTERS, "exp_avg", "exp_avg_sq")
 
 @contextmanager
 def every_sub_group(engine: Any) -> Iterator[None]:
-    """Make `engine.load_checkpoint` fill every sub-group from a universal checkpoint while open.
-
-    Args:
-        engine: engine of ZeRO stage 3 without NVMe offload.
-    """
+    """Make an engine of stage 3 without NVMe offload fill every sub-group from a universal checkpoint while open."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
 
@@ -400,9 +389,7 @@ def _fill_weights(optimizer: Any) -> None:
 
 # -- checkpoint shards -------------------------------------------------------------------------------------------------
 #
-# Check that the files of a DeepSpeed checkpoint are whole: present, not empty, and with a proper end.
-#
-# Only a few bytes of each file are read, independent of its size. Standard library only.
+# Check that the files of a DeepSpeed checkpoint are whole, by a few bytes of each, with the standard library only.
 #
 # A power cut, a full disk or a lost write of a file server leaves files that are truncated, empty or all zeros. Without
 # a check, this is noticed only at the load.
@@ -452,10 +439,10 @@ def is_cut_off(file: Path) -> bool:
         return True
 
 
-def tag_of(folder: Path) -> str | None:
-    """Return the name of the tag that DeepSpeed would load from the folder, or None."""
+def tag_of(folder: Path, latest: str = "latest") -> str | None:
+    """Return the name of the tag in the file that DeepSpeed reads in the folder, or None."""
     try:
-        return (folder / "latest").read_text(encoding="utf-8").strip() or None
+        return (folder / latest).read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):
         return None
 
@@ -520,10 +507,7 @@ def instead_of_latest(seen: Sequence[TaggedFolderView], bad: set[str]) -> str | 
 
 # -- trainer checkpoints -----------------------------------------------------------------------------------------------
 #
-# Select the Trainer checkpoint from which a restarted script resumes.
-#
-# The module finds the whole checkpoints of an output folder, and the call of `train` that wrote each. Standard library
-# only.
+# Select the Trainer checkpoint from which a restarted script resumes, with the standard library only.
 #
 # A script may call `train` several times with one output folder, and each call counts steps from zero. A call therefore
 # never resumes from a checkpoint of another call.

@@ -1,4 +1,4 @@
-"""CUDA and CPU devices: memory caps, peaks, and bytes of live tensors."""
+"""CUDA and CPU devices: memory caps, peaks, and bytes of live tensors. Only ranks and traces import this module and torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune.problem.nvml import bytes_of, free_by_uuid, visible_gpus
+from autotune.util.linux import data_bytes
 from autotune.util.units import GIB
-
-# -- devices -----------------------------------------------------------------------------------------------------------
-#
-# The two devices of a rank, CUDA and CPU, behind one interface. Only ranks and traces import this, as it imports torch.
 
 # Prior for a context and NCCL's buffers on one to four GPUs if NVML reports nothing. CUDA 11 to 13 take 0.3-0.6 GiB for
 # the context, and NCCL takes 0.1-0.4 GiB. The second value exceeds all observed overheads. It bounds figures that may
@@ -31,14 +28,14 @@ OVERHEAD_BYTES, MOST_OVERHEAD_BYTES = int(0.8 * GIB), 4 * GIB
 _PAGE = resource.getpagesize()
 
 
-class Device(Protocol):
-    """Interface between a rank and its device. Sizes are in bytes."""
+class Device:
+    """Interface between a rank and its device. Sizes are in bytes. A method that a device does not override does nothing."""
 
-    name: str
     backend: str
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         """Take this rank's device, cap its memory at `cap_bytes` and set the number of CPU threads."""
+        raise NotImplementedError
 
     def joined(self) -> dict[str, Any]:
         """Apply the cap, once the process group is up and its first collective is done.
@@ -47,12 +44,14 @@ class Device(Protocol):
             The device's `uuid`, and in bytes this process's `overhead_bytes` and all `outside_bytes`, which any process
             holds outside this allocator. Empty on a CPU.
         """
+        return {}
 
     def engine_built(self) -> None:
         """Update overhead and cap after DeepSpeed created its process groups, whose communicators allocate late."""
 
     def torch_device(self) -> torch.device:
         """Return the device for torch."""
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
@@ -62,21 +61,24 @@ class Device(Protocol):
 
     def reset_peaks(self) -> None:
         """Reset all recorded peaks."""
+        raise NotImplementedError
 
     def peaks(self) -> dict[str, Any]:
         """Return peak bytes since `reset_peaks` by name, and `retries`: how often the allocator freed its cache."""
+        raise NotImplementedError
 
     def lift_cap(self) -> None:
         """Give a rank after an OOM enough memory to report it."""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A GPU. Cap and peak cover the allocator's reserved bytes and the overhead.
 
-    torch knows the reserved bytes exactly. The overhead is CUDA's context, NCCL's buffers and the kernels' code.
+    torch knows the reserved bytes exactly, and records their peak itself. The overhead is CUDA's context, NCCL's buffers
+    and the kernels' code.
     """
 
-    name, backend = "cuda", "nccl"
+    backend = "nccl"
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         """Take the GPU of the rank and record its UUID and its free memory.
@@ -84,7 +86,7 @@ class CudaDevice:
         Raises:
             RuntimeError: CUDA was initialized before the fork, or the rank has no GPU.
         """
-        if in_bad_fork():
+        if torch.cuda._is_in_bad_fork():
             raise RuntimeError("autotune: CUDA was woken before the fork")
         torch.set_num_threads(threads)
         count = device_count()
@@ -96,44 +98,44 @@ class CudaDevice:
         self.uuid = _nvml_uuid(free)
         self._free_before = free.get(self.uuid)
         self._overhead = OVERHEAD_BYTES
-        self._retries = retries()
+        self._retries = _retries()
 
     def joined(self) -> dict[str, Any]:
         """Limit the allocator; return the UUID, and bytes of CUDA context and other processes."""
         self._overhead = self._current_overhead()
-        free, total = free_and_total()
+        free, total = torch.cuda.mem_get_info()
         self._limit_allocator(total)
-        outside = total - free - reserved()
+        outside = total - free - torch.cuda.memory_reserved()
         return {"uuid": self.uuid, "overhead_bytes": self._overhead, "outside_bytes": outside}
 
     def engine_built(self) -> None:
         """Limit the allocator again, since building the engine may grow the context."""
         self._overhead = max(self._overhead, self._current_overhead())
-        self._limit_allocator(free_and_total()[1])
+        self._limit_allocator(torch.cuda.mem_get_info()[1])
 
     def _limit_allocator(self, total_bytes: int) -> None:
         """Limit the allocator to the cap minus the overhead."""
         if self._cap is not None:
-            limit(min(1.0, max(1, self._cap - self._overhead) / total_bytes))
+            share = min(1.0, max(1, self._cap - self._overhead) / total_bytes)
+            torch.cuda.set_per_process_memory_fraction(share)
 
     def _current_overhead(self) -> int:
-        shown = self._shown_overhead()
-        return self._grown_overhead() if shown is None else shown
+        """Return this process's bytes outside the allocator.
+
+        If NVML does not list the process, return the drop in the device's free memory since before this process
+        initialized it, which may include allocations of other processes. Without NVML, return the previous value.
+        """
+        if (shown := self._shown_overhead()) is not None:
+            return shown
+        free = free_by_uuid().get(self.uuid)
+        if free is None or self._free_before is None:
+            return self._overhead
+        return max(0, min(self._free_before - free - torch.cuda.memory_reserved(), MOST_OVERHEAD_BYTES))
 
     def _shown_overhead(self) -> int | None:
         """Return this process's bytes outside the allocator, or None if NVML does not list the process."""
         own = bytes_of(os.getpid(), self.uuid)
-        return max(0, own - reserved()) if own is not None else None
-
-    def _grown_overhead(self) -> int:
-        """Return the overhead as the drop in the device's free memory since before this process initialized it.
-
-        The figure may include allocations of other processes. Without NVML, return the previous value.
-        """
-        free = free_by_uuid().get(self.uuid)
-        if free is None or self._free_before is None:
-            return self._overhead
-        return max(0, min(self._free_before - free - reserved(), MOST_OVERHEAD_BYTES))
+        return max(0, own - torch.cuda.memory_reserved()) if own is not None else None
 
     def torch_device(self) -> torch.device:
         """Return the rank's CUDA device."""
@@ -143,32 +145,31 @@ class CudaDevice:
         """Wait until the GPU has finished all queued work."""
         synchronize()
 
-    def note(self) -> None:
-        """Do nothing: torch records peaks."""
-
     def reset_peaks(self) -> None:
-        """Reset torch's peaks, the counter of allocator retries, and the host's high-water mark."""
-        forget_peaks()
-        self._retries = retries()
+        """Reset torch's peaks, the counter of allocator retries, and the host's high-water mark.
+
+        The allocator's cache is emptied, because its blocks would count towards the next batch size.
+        """
+        synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._retries = _retries()
         _reset_high_water()
 
     def peaks(self) -> dict[str, Any]:
         """Return the peaks since the last reset in bytes, and the number of allocator retries."""
         self._overhead = max(self._overhead, self._shown_overhead() or 0)  # NCCL and CUDA load more at first use
         return {
-            "allocated_bytes": most_allocated(),
-            "reserved_bytes": most_reserved(),
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
             "overhead_bytes": self._overhead,
-            "retries": retries() - self._retries,
+            "retries": _retries() - self._retries,
             "host_bytes": _status()["VmHWM"],
-            "pinned_bytes": pinned(),
+            "pinned_bytes": _pinned(),
         }
 
-    def lift_cap(self) -> None:
-        """Do nothing: the allocator's limit stays."""
 
-
-class CpuDevice:
+class CpuDevice(Device):
     """A CPU rank. RLIMIT_DATA caps its private writable memory, and the peak measures the same quantity.
 
     Allocation works as in the user's own process. The peak therefore includes freed blocks that malloc keeps, as
@@ -176,7 +177,7 @@ class CpuDevice:
     more than alone (28M Gemma, bf16; docs/architecture.md).
     """
 
-    name, backend = "cpu", "gloo"
+    backend = "gloo"
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         """Open the process's memory counter and limit its data segment to the cap in bytes."""
@@ -187,19 +188,9 @@ class CpuDevice:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
 
-    def joined(self) -> dict[str, Any]:
-        """Return no facts."""
-        return {}
-
-    def engine_built(self) -> None:
-        """Do nothing."""
-
     def torch_device(self) -> torch.device:
         """Return the CPU device."""
         return torch.device("cpu")
-
-    def synchronize(self) -> None:
-        """Do nothing: CPU work is synchronous."""
 
     def note(self) -> None:
         """Record the current memory if it is a new peak."""
@@ -245,7 +236,7 @@ def _nvml_uuid(known: Iterable[str]) -> str:
     torch omits the prefix `GPU-` or `MIG-`. A process with a MIG slice has no other device, so the slice is returned
     under any name.
     """
-    said = uuid()
+    said = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     named = next((uuid for uuid in known if uuid.endswith(said)), "")
     return named or next((gpu.uuid for gpu in visible_gpus() if gpu.is_slice), "")
 
@@ -257,14 +248,10 @@ def used_bytes() -> int:
     """
     if not available():
         return data_bytes("self")
-    free, total = free_and_total()
+    free, total = torch.cuda.mem_get_info()
     own = bytes_of(os.getpid(), _nvml_uuid(free_by_uuid()))
-    return most_reserved() + max(0, (total - free if own is None else own) - reserved())
-
-
-def data_bytes(pid: int | str) -> int:
-    """Return the bytes of a process that RLIMIT_DATA counts, from /proc/PID/statm."""
-    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[5]) * _PAGE
+    held = total - free if own is None else own
+    return torch.cuda.max_memory_reserved() + max(0, held - torch.cuda.memory_reserved())
 
 
 def _status() -> dict[str, int]:
@@ -283,19 +270,12 @@ def _reset_high_water() -> None:
 
 # -- cuda --------------------------------------------------------------------------------------------------------------
 #
-# Wrapper of all calls to torch.cuda in ranks, so that tests can replace it.
-#
-# Sizes are in bytes. The functions refer to the current device, which `take` selects.
+# Other calls to torch.cuda in ranks, all of which are in this module. They refer to the device that `take` selects.
 
 
 def available() -> bool:
     """Return True if torch can use CUDA."""
     return bool(torch.cuda.is_available())
-
-
-def in_bad_fork() -> bool:
-    """Return True if CUDA was initialized before the fork of this process, which cannot use CUDA then."""
-    return bool(torch.cuda._is_in_bad_fork())
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -331,59 +311,22 @@ def take(index: int) -> None:
     torch.zeros(1, device="cuda")
 
 
-def uuid() -> str:
-    """Return the device's UUID, without NVML's prefix `GPU-` or `MIG-`."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+def synchronize() -> None:
+    """Wait until the GPU of this process has finished all queued work, if it uses one."""
+    if in_use():
+        torch.cuda.synchronize()
 
 
-def free_and_total() -> tuple[int, int]:
-    """Return free and total bytes of the whole device for all processes; the driver's share is not in the total."""
-    free, total = torch.cuda.mem_get_info()
-    return int(free), int(total)
-
-
-def reserved() -> int:
-    """Return the bytes that the allocator reserves now."""
-    return int(torch.cuda.memory_reserved())
-
-
-def most_allocated() -> int:
-    """Return the peak of allocated bytes."""
-    return int(torch.cuda.max_memory_allocated())
-
-
-def most_reserved() -> int:
-    """Return the peak reserved bytes since the last `forget_peaks`. The figure is exact."""
-    return int(torch.cuda.max_memory_reserved())
-
-
-def retries() -> int:
+def _retries() -> int:
     """Return how often the allocator had to free its cache to satisfy a request."""
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
-def pinned() -> int | None:
+def _pinned() -> int | None:
     """Return the peak of pinned host memory, or None if torch does not report it."""
     with suppress(Exception):  # older versions have no such statistics
         return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
     return None
-
-
-def forget_peaks() -> None:
-    """Reset peaks and empty the allocator's cache, whose blocks would count towards the next batch size."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-
-
-def synchronize() -> None:
-    """Wait until the GPU has finished all queued work."""
-    torch.cuda.synchronize()
-
-
-def limit(share: float) -> None:
-    """Make the allocator fail beyond this share of the device."""
-    torch.cuda.set_per_process_memory_fraction(share)
 
 
 # -- live tensors ------------------------------------------------------------------------------------------------------

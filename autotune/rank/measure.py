@@ -27,9 +27,7 @@ from autotune.script.script import line_of
 from autotune.workers.jit_ops import use_own_folder
 from autotune.workers.protocol import Message
 
-# -- measurement protocol ----------------------------------------------------------------------------------------------
-#
-# Shared parts of the measuring ranks: start, end, and the saves and loads that verify a candidate.
+# -- parts of all measuring ranks --------------------------------------------------------------------------------------
 
 
 def run_as(kind: type[BaseRank]) -> NoReturn:
@@ -91,10 +89,8 @@ def _offer_to_the_kernel() -> None:
 def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:
     """Answer a `certify` message by gathering the weights as a save in training does. Every rank must call this.
 
-    The bytes are written nowhere, because the speed of a disk is not attributable to the candidate.
-
-    Args:
-        save: saves the engine's gathered 16-bit weights into a folder under a name; returns True on success.
+    The bytes are written nowhere, because the speed of a disk is not attributable to the candidate. `save` takes a
+    folder and a name, and returns True on success.
     """
     rank.phase = Phase.SAVE
     rank.fault(Phase.SAVE)
@@ -122,11 +118,7 @@ def checkpoint(rank: BaseRank, engine: Any, save: Callable[[str], Any], message:
 
 
 def load(rank: BaseRank, load_checkpoint: Callable[[str], Any]) -> None:
-    """Load the checkpoint named in the spec into a fresh engine, and send the peak memory of the load.
-
-    Args:
-        load_checkpoint: DeepSpeed's method of the engine.
-    """
+    """Load the checkpoint named in the spec by a fresh engine's method, and send the peak memory of the load."""
     folder = rank.spec.get("resume")
     if not folder:
         return
@@ -220,11 +212,7 @@ def holds_timed_step(request: MeasureRequest, warmup: list[float]) -> bool:
     """Return True if a step is timed after the warm-up; otherwise the warm-up's last step is all that is measured.
 
     A first step has one-time work (states of the optimizer, kernels), so a second one may overrun the share as a first
-    one may.
-
-    Args:
-        request: the request after the warm-up.
-        warmup: seconds of the warm-up's steps.
+    one may. The request is the one after the warm-up.
     """
     if len(warmup) > 1:
         return holds_another(request, 0.0, warmup[-1])
@@ -334,11 +322,7 @@ def run_script(script: Script, arguments: Sequence[str]) -> None:
 
 
 def run_target(words: Sequence[str], name: str | None = None) -> None:
-    """Run a Python file, or `-m` and a module, as `__main__` with the remaining words as its arguments.
-
-    Args:
-        name: `sys.argv[0]` of the file; None uses its path.
-    """
+    """Run a Python file, or `-m` and a module, as `__main__` with the remaining words. A file may have another name."""
     path = sys.path[:]
     try:
         if words[0] == "-m":

@@ -192,10 +192,6 @@ def fill_weights(model: torch.nn.Module, device: torch.device) -> None:
 
     A weight depends only on its parameter and its index, so that a model has the same weights at every stage and on any
     number of ranks. Memory and speed do not depend on the values unless a NaN or denormal is among them.
-
-    Args:
-        model: the model, whose parameters may be partitioned.
-        device: device on which the values are drawn.
     """
     for number, (name, parameter) in enumerate(model.named_parameters()):
         tensor, start = _part(parameter)
@@ -226,7 +222,6 @@ def draw_weights(part: torch.Tensor, number: int, start: int, elements: int, dev
         number: number of the parameter in its model.
         start: index of the part's first element in the parameter.
         elements: elements of the whole parameter.
-        device: device on which the values are drawn.
     """
     generator, size, stop = torch.Generator(device), min(elements, _MOST_DRAWN), min(start + part.numel(), elements)
     for chunk in range(start // size, -(-stop // size)):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from autotune.problem.outcome import Phase
+from autotune.problem.training_trace import MOST_STEPS
 from autotune.rank import measure
 from autotune.rank.base import BaseRank
 from autotune.rank.hooks.base import first_tensor, sizes_of
@@ -65,12 +67,11 @@ class ModelRank(BaseRank):
 
             how = (self.job, self.own_device.torch_device(), self.spec["config"])
             self.engine: Any = torch_engine.TorchEngine(*how, checkpointing=self.spec["checkpointing"])
-            self.source = torch_engine.source_of(self.job)
+            self.source: workload.Source = partial(workload.synthetic_batches, self.job)
         else:
             self._initialize()
         self.engine_built()
         self.overflows = Overflows(self.engine)
-        self.trace: TraceRecorder | None = None
         self.own_device.note()
 
     def _initialize(self) -> None:
@@ -97,7 +98,8 @@ class ModelRank(BaseRank):
     def _measure(self, request: MeasureRequest) -> None:
         self._set_batch(request)
         # Weights have moved in later rungs of the engine, and ranks of a slice have parts of the gradients.
-        self.trace = TraceRecorder() if not (self.steps or self.sliced or self.spec.get("resume")) else None
+        untraced = self.steps or self.sliced or self.spec.get("resume")
+        self.trace = TraceRecorder(most_steps=0 if untraced else MOST_STEPS)
         device = self.own_device
         device.reset_peaks()
         batches = self._batches(request.micro_batch)
@@ -126,16 +128,12 @@ class ModelRank(BaseRank):
             boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,
             extrapolated=request.extrapolated,
             live_bytes=lowest(self.live_steps),
-            trace=self.trace.report() if self.trace is not None else None,
+            trace=self.trace.report(),
             **device.peaks(),
         )
 
     def _timed_steps(self, batches: Iterator[Any], request: MeasureRequest, pace: float) -> list[StepParts]:
-        """Run steps until all ranks have enough.
-
-        Args:
-            pace: expected seconds per step.
-        """
+        """Run steps until all ranks have enough; `pace` is the expected seconds per step."""
         steps: list[StepParts] = []
         elapsed, began = 0.0, time.perf_counter()
         while not measure.enough(request, elapsed, len(steps)):
@@ -168,11 +166,7 @@ class ModelRank(BaseRank):
             del self.live_steps[-1:]
 
     def _step(self, batches: Iterator[Any], request: MeasureRequest) -> StepParts:
-        """Run one optimizer step.
-
-        Returns:
-            Seconds of the whole step, or of each micro-batch if the rest is extrapolated.
-        """
+        """Run one optimizer step. Return its seconds, or those of each micro-batch if the rest is extrapolated."""
         parts = []
         device = self.own_device
         device.synchronize()
@@ -184,8 +178,7 @@ class ModelRank(BaseRank):
             if request.extrapolated or at == last:
                 device.synchronize()
                 now = time.perf_counter()
-                recording = self.trace.take_seconds() if self.trace is not None else 0.0
-                parts.append(max(now - began - recording, 0.0))
+                parts.append(max(now - began - self.trace.take_seconds(), 0.0))
                 began = now
         if self.live_bytes:
             self.live_steps.append(self.live_bytes)
@@ -198,26 +191,20 @@ class ModelRank(BaseRank):
         self.phase = Phase.FORWARD
         batch = next(batches)
         self.fault(Phase.FORWARD)
-        trace = self.trace
-        if trace is not None and trace.records:
+        if self.trace.records:
             given = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
-            trace.forward(first_tensor(*given), sizes_of(*given).rows, certain=True)
+            self.trace.forward(first_tensor(*given), sizes_of(*given).rows, certain=True)
         loss = self.loss(self.engine, batch)
         self._note_memory()
         self.phase = Phase.BACKWARD
         self.fault(Phase.BACKWARD)
-        if trace is not None:
-            trace.backward(self.engine, loss)
+        self.trace.backward(self.engine, loss)
         self.engine.backward(loss)
         self._note_memory()
         self.phase = Phase.STEP
         self.fault(Phase.STEP)
-        boundary = self.engine.is_gradient_accumulation_boundary()
-        if trace is not None and boundary:
-            trace.before_step(self.engine)
-        self.engine.step()
-        if trace is not None and boundary:
-            trace.after_step(self.engine)
+        with self.trace.step(self.engine) if self.engine.is_gradient_accumulation_boundary() else nullcontext():
+            self.engine.step()
         self._note_memory()
 
     def _note_memory(self) -> None:

@@ -10,23 +10,15 @@ import sys
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from autotune.rank.patches import Patches
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
 _MOST_SEEDS = 64  # that a script names; a data set may name one for each sample
 # Modules with a generator for names of files. Such names must differ between trials, which share caches and /dev/shm:
 # multiprocessing gives up after 100 names of semaphores that exist, and `datasets` loads a cache file that has the name.
 _NAMING = ("tempfile", "datasets.fingerprint")
-
-
-class _Patches(Protocol):
-    """Registry of replaced attributes, see `hooks.base.Patches`."""
-
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace `owner.name` by a function around it."""
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name` by a value."""
 
 
 class RandomState:
@@ -38,12 +30,8 @@ class RandomState:
     seeds that it names from the time, a process id, a hash or a UUID. Its first run records those before the first forward,
     and the next runs repeat them.
 
-    Args:
-        rank: number of the rank.
-        named: `named` of the script's first run.
-
     Attributes:
-        named: the first seeds that the script named, each with its place in the code.
+        named: the first seeds that the script named, each with its place in the code. The argument has the first run's.
         repeats: the script named another seed than in its first run.
     """
 
@@ -97,7 +85,7 @@ class RandomState:
 
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
-    def install(self, patches: _Patches) -> None:
+    def install(self, patches: Patches) -> None:
         """Take the place of the kernel's random numbers, and note the seeds that the script names and its generators."""
         import torch
 
@@ -298,10 +286,5 @@ def _global_states() -> tuple[Any, ...]:
     from autotune.rank.devices import generator_state
 
     numpy = sys.modules.get("numpy")
-    states: list[Any] = [random.getstate()]
-    if numpy is not None:
-        states += _numpy_state(numpy)
-    states.append(torch.get_rng_state().numpy().tobytes())
-    if (state := generator_state()) is not None:
-        states.append(state)
-    return tuple(states)
+    of_torch = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), numpy and _numpy_state(numpy), of_torch, generator_state()

@@ -18,10 +18,12 @@ from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.import_time_env import of_the_device, set_late, settings_in, too_late
 from autotune.problem.job import script_text
 from autotune.problem.outcome import Phase
-from autotune.rank import measure
+from autotune.rank import hooks, measure
 from autotune.rank.base import EXIT_REPORTED, BaseRank, exit_process
-from autotune.rank.hooks import Hooks
-from autotune.rank.hooks.base import Context, Patches, Sizes
+from autotune.rank.hooks import source_files
+from autotune.rank.hooks.base import Context, Sizes, TrainingObserver
+from autotune.rank.hooks.config import merged_arguments
+from autotune.rank.hooks.deepspeed import late_facts, unhooked
 from autotune.rank.measure import (
     MeasureRequest,
     certify_save,
@@ -32,6 +34,7 @@ from autotune.rank.measure import (
     run_as,
     run_script,
 )
+from autotune.rank.patches import Patches
 from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
@@ -89,11 +92,8 @@ def quiet_trackers(folder: str) -> None:
         os.environ.pop(name, None)
 
 
-class ScriptRank(BaseRank):
-    """Run `spec["job"]["script"]` under `spec["candidate"]`, or unmodified (a probe run) if that is None.
-
-    The class is the `TrainingObserver` of its hooks.
-    """
+class ScriptRank(BaseRank, TrainingObserver):
+    """Run `spec["job"]["script"]` under `spec["candidate"]`, or unmodified (a probe run) if that is None."""
 
     def __init__(self, channel: Channel, spec: Message) -> None:
         super().__init__(channel, spec)
@@ -110,7 +110,6 @@ class ScriptRank(BaseRank):
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
         self.random_state = RandomState(self.number)
-        self.trace: TraceRecorder | None = None  # None in a slice
         self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
         self._failures = 0  # since the last step
         self._evaluating = False  # True if the model was in evaluation mode in the last step
@@ -128,19 +127,17 @@ class ScriptRank(BaseRank):
         self.script = self.job.script
         if seeds := self.script.profile.get(SEEDS, [])[self.number : self.number + 1]:
             self.random_state = RandomState(self.number, *seeds)
-        context = Context(
+        self.context = context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
         if not self.sliced:  # ranks of a slice compute with parts of the gradients
             context.trace = TraceRecorder(self.random_state)
-        self.trace = context.trace
-        self.hooks = Hooks(context)
-        self.hooks.install()
+        hooks.install(context)
         self._variables = dict(os.environ)
         self.random_state.install(context.patches)
         self.random_state.seed(self.spec["seed"])
         try:
-            run_script(self.script, self.hooks.arguments())
+            run_script(self.script, merged_arguments(context))
         except SystemExit as error:
             self.leave_if_memory_ended(error)
             self._leave_if_failed()
@@ -198,7 +195,7 @@ class ScriptRank(BaseRank):
         if self.candidate is None and self.engine is None:
             own: dict[str, Any] = {"micro_batch": micro_batch, "accumulation": accumulation}
             own |= {"optimizer": optimizer} if optimizer else {}
-            self.channel.send("facts", config=self.config, said=self.hooks.context.said, **own)
+            self.channel.send("facts", config=self.config, said=self.context.said, **own)
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         """Store the engine and load the checkpoint. A second engine restarts the measurement."""
@@ -208,7 +205,7 @@ class ScriptRank(BaseRank):
         if another:
             self._begin_anew()
             return
-        load(self, self.hooks.load_checkpoint)
+        load(self, functools.partial(unhooked, self.context, "load_checkpoint"))
 
     def _begin_anew(self) -> None:
         """Restart counting, because the watched engine was not the one that trains."""
@@ -255,9 +252,7 @@ class ScriptRank(BaseRank):
         device = self.own_device
         device.synchronize()
         device.note()
-        seconds = time.perf_counter() - self._step_began
-        if self.trace is not None:
-            seconds = max(seconds - self.trace.take_seconds(), 0.0)
+        seconds = max(time.perf_counter() - self._step_began - self.context.trace.take_seconds(), 0.0)
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
@@ -341,10 +336,10 @@ class ScriptRank(BaseRank):
         self._begin_measuring()
 
     def _tell_facts(self) -> None:
-        self.facts |= self.hooks.late_facts()
+        self.facts |= late_facts(self.context)
         if self.candidate is not None and self.script.profile:
             check_checkpointing(self.facts, self.candidate)
-        self.channel.send("facts", config=self.config, said=self.hooks.context.said, **self.facts)
+        self.channel.send("facts", config=self.config, said=self.context.said, **self.facts)
 
     def _begin_measuring(self) -> None:
         self.own_device.reset_peaks()
@@ -380,7 +375,7 @@ class ScriptRank(BaseRank):
         if self._evaluating:
             facts["evaluating"] = True
         if not self.script.profile:
-            facts[SOURCES] = self.hooks.sources()
+            facts[SOURCES] = source_files.found(self.context)
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
         if late := self._late():
@@ -399,7 +394,7 @@ class ScriptRank(BaseRank):
             extrapolated=False,
             facts=facts,
             live_bytes={},
-            trace=self.trace.report() if self.trace is not None else None,
+            trace=self.context.trace.report(),
             **device.peaks(),
         )
         self._serve_certificates()
@@ -424,9 +419,10 @@ class ScriptRank(BaseRank):
         message: Message | None
         while (message := self.channel.receive()) is not None and message["type"] != "stop":
             if message["type"] == "certify":
-                certify_save(self, self.hooks.save_weights)
+                certify_save(self, functools.partial(unhooked, self.context, "save_16bit_model"))
             elif message["type"] == "checkpoint":
-                checkpoint(self, self.engine, self.hooks.save_checkpoint, message)
+                save = functools.partial(unhooked, self.context, "save_checkpoint")
+                checkpoint(self, self.engine, save, message)
 
 
 _MISSING_DEEPSPEED = (
@@ -684,7 +680,7 @@ class SavedTensors:
         """Remove the hooks of saved tensors, once."""
         if self._open:
             self._open = False
-            self._patches.undo()
+            self._patches.close()
             self._hooks.__exit__(None, None, None)
 
 

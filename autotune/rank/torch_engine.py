@@ -19,16 +19,13 @@ from autotune.problem.job import Job
 from autotune.problem.training_trace import MOST_STEPS
 from autotune.rank.ds_config import may_skip_parameters, torch_optimizer
 from autotune.rank.model_builder import DTYPES, build_model, enable_checkpointing, replace_loss
-from autotune.rank.workload import Source, synthetic_batches
 
 
 class TorchEngine:
-    """The parts of DeepSpeed's engine that `ModelRank` and `TraceRecorder` use.
+    """The parts of DeepSpeed's engine that `ModelRank` and `TraceRecorder` use, for a named model.
 
     Args:
-        job: a named model, `Job.torch_alone`.
         config: the trial's DeepSpeed config, which gives stage, optimizer and clipping.
-        checkpointing: activations are checkpointed.
     """
 
     def __init__(self, job: Job, device: torch.device, config: dict[str, Any], *, checkpointing: bool) -> None:
@@ -174,8 +171,3 @@ def _groups(model: Any, blocks: Container[str]) -> list[Any]:
     found = [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
     everywhere = uses(model)
     return [one for one in reversed(found) if all(everywhere[key] == times for key, times in uses(one).items())]
-
-
-def source_of(job: Job) -> Source:
-    """Return the source of a named model's batches, which are those of the other trials."""
-    return lambda micro_batch, device, seed: synthetic_batches(job, micro_batch, device, seed)

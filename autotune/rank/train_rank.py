@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
 from autotune.problem.training_trace import LEAST_STEPS
+from autotune.rank import hooks
 from autotune.rank.base import BaseRank, connect_to_parent, error_chain, exit_process
 from autotune.rank.checkpoints import (
     CheckpointLedger,
@@ -36,8 +37,8 @@ from autotune.rank.checkpoints import (
     tag_of,
     tags_in,
 )
-from autotune.rank.hooks import Hooks
-from autotune.rank.hooks.base import Context, Sizes
+from autotune.rank.hooks.base import Context, TrainingObserver
+from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.measure import run_script
 from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import import_or_none
@@ -49,11 +50,8 @@ _PROGRESS_SECONDS = 0.2
 _FIRST_STEPS = 3  # each of these steps is reported at once
 
 
-class TrainRank(BaseRank):
-    """Train until the script ends; report progress, and an OOM at once.
-
-    The class is the `TrainingObserver` of its hooks.
-    """
+class TrainRank(BaseRank, TrainingObserver):
+    """Train until the script ends; report progress, and an OOM at once."""
 
     _unloaded: tuple[Exception, str] | None = None  # error of a checkpoint that could not be loaded, and its folder
 
@@ -65,16 +63,15 @@ class TrainRank(BaseRank):
         assert self.job.script is not None
         os.chdir(self.job.script.cwd)
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
-        context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
+        self.context = context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
         context.collective_timeout = self.collective_timeout
         context.trace = TraceRecorder(looks_ahead=False)
-        self.hooks = Hooks(context)
-        self.hooks.install()
+        hooks.install(context)
         self._ledgers: dict[str, CheckpointLedger] = {}  # by output folder
         self._begin_again()
         self._resume_trainer()
         self._note_checkpoints()
-        run_script(self.job.script, self.hooks.arguments())
+        run_script(self.job.script, merged_arguments(context))
 
     def _leave_group(self) -> None:
         """Destroy the process group, whose threads sometimes abort the interpreter's exit if it stays open."""
@@ -103,18 +100,16 @@ class TrainRank(BaseRank):
             return
 
         def post_init(original: Callable[..., Any], arguments: Any) -> None:
-            if isinstance(given := arguments.output_dir, str):
-                self._begin(Path(os.path.expanduser(given)).resolve(), arguments)
+            if isinstance(arguments.output_dir, str):
+                folder = Path(os.path.expanduser(arguments.output_dir)).resolve()
+                if self.number == 0:
+                    self.channel.send("output", folder=str(folder))
+                unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
+                if unsaved and hasattr(arguments, "overwrite_output_dir"):  # transformers < 5, other libraries
+                    arguments.overwrite_output_dir = True
             original(arguments)
 
-        self.hooks.context.patches.wrap(arguments_class, "__post_init__", post_init)
-
-    def _begin(self, folder: Path, arguments: Any) -> None:
-        if self.number == 0:
-            self.channel.send("output", folder=str(folder))
-        unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
-        if unsaved and hasattr(arguments, "overwrite_output_dir"):  # transformers < 5, other libraries
-            arguments.overwrite_output_dir = True
+        self.context.patches.wrap(arguments_class, "__post_init__", post_init)
 
     def _resume_trainer(self) -> None:
         """Make Trainer resume from the newest whole checkpoint of the same `train` call in this launch.
@@ -131,7 +126,7 @@ class TrainRank(BaseRank):
             folder = Path(trainer.args.output_dir).resolve()
             return original(trainer, self._resumed(folder, resume_from_checkpoint), *args, **kwargs)
 
-        self.hooks.context.patches.wrap(trainer_class, "train", train)
+        self.context.patches.wrap(trainer_class, "train", train)
 
     def _resumed(self, folder: Path, given: Any) -> Any:
         """Return the checkpoint from which a call of `train` resumes. Every rank must call this.
@@ -215,8 +210,8 @@ class TrainRank(BaseRank):
                 self.written.append(str(save_dir))
             return original(engine, save_dir, *args, **kwargs)
 
-        self.hooks.context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
-        self.hooks.context.patches.wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
+        self.context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
+        self.context.patches.wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
 
     def _sound_tag(self, folder: Path) -> str | None:
         """Return the tag to load instead of a latest one that is damaged or failed to load; None keeps the latest."""
@@ -239,12 +234,6 @@ class TrainRank(BaseRank):
 
     # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
-    def configured(self, config: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
-        """Do nothing."""
-
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         """Report the end of the initialization."""
         self.enter(Phase.FORWARD)
@@ -255,27 +244,17 @@ class TrainRank(BaseRank):
         if phase is Phase.INIT:
             self.enter(phase)
 
-    def forward(self, sizes: Sizes) -> None:
-        """Do nothing."""
-
     def stepped(self) -> None:
         """Count a step and report progress."""
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
-        trace = self.hooks.context.trace
-        if trace is not None and self.steps == LEAST_STEPS:
-            self.channel.send("traced", trace=trace.report())
-            self.hooks.context.trace = None
-
-    def auxiliary_stepped(self, number: int, rows: int) -> None:
-        """Do nothing."""
+        if self.steps == LEAST_STEPS:
+            self.channel.send("traced", trace=self.context.trace.report())
+            self.context.trace = TraceRecorder(most_steps=0)
 
     def failed(self, error: BaseException) -> None:
         """Report an OOM and end the rank."""
         self.leave_if_out_of_memory(error)
-
-    def op_missing(self, builder: str) -> None:
-        """Do nothing: DeepSpeed builds the op."""
 
     def no_engine_found(self) -> None:
         """Report that the script trains without DeepSpeed."""

@@ -10,8 +10,8 @@ import math
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from autotune.problem.training_trace import AHEAD, LEAST_STEPS, MOST_STEPS
@@ -33,11 +33,14 @@ class TraceRecorder:
 
     Args:
         random_state: of the rank; None watches only the global generators.
+        most_steps: optimizer steps to record. With 0 there is no report.
         looks_ahead: ask the schedule for later learning rates. A schedule of the script's own may change by being asked.
     """
 
-    def __init__(self, random_state: RandomState | None = None, *, looks_ahead: bool = True) -> None:
-        self._random, self._looks_ahead = random_state or RandomState(), looks_ahead
+    def __init__(
+        self, random_state: RandomState | None = None, *, most_steps: int = MOST_STEPS, looks_ahead: bool = True
+    ) -> None:
+        self._random, self._most_steps, self._looks_ahead = random_state or RandomState(), most_steps, looks_ahead
         self._seconds = 0.0  # spent on recording since `take_seconds`
         self._auxiliary: list[TraceRecorder] = []  # of auxiliary engines, in the order of `Context.beside`
         self.restart()
@@ -71,11 +74,11 @@ class TraceRecorder:
     @property
     def records(self) -> bool:
         """True until the last step to trace has ended. Steps that DeepSpeed skips do not count."""
-        return sum(not step["skipped"] for step in self._steps) < MOST_STEPS
+        return sum(not step["skipped"] for step in self._steps) < self._most_steps
 
     def add_auxiliary(self) -> TraceRecorder:
         """Return a recorder for an auxiliary engine, whose steps become a part of this recorder's report."""
-        self._auxiliary.append(TraceRecorder(looks_ahead=self._looks_ahead))
+        self._auxiliary.append(TraceRecorder(most_steps=self._most_steps, looks_ahead=self._looks_ahead))
         return self._auxiliary[-1]
 
     def take_seconds(self) -> float:
@@ -93,7 +96,7 @@ class TraceRecorder:
         """
         if not self.records:
             return
-        with _Timed(self):
+        with self._recording():
             if not self._marked:
                 self._marked = True
                 self._random.mark()
@@ -128,7 +131,7 @@ class TraceRecorder:
         """
         if not self.records:
             return
-        with _Timed(self):
+        with self._recording():
             for seen in self._pending:
                 self._count(*seen)
             self._pending.clear()
@@ -141,11 +144,18 @@ class TraceRecorder:
             if getattr(loss, "numel", lambda: 0)() == 1:
                 self._step["losses"].append(loss.detach().float().reshape(()) * weight)
 
+    @contextmanager
+    def step(self, engine: Any) -> Iterator[None]:
+        """Record an optimizer step, which the block runs."""
+        self.before_step(engine)
+        yield
+        self.after_step(engine)
+
     def before_step(self, engine: Any) -> None:
         """Record learning rates and weights before the optimizer runs."""
         if not self.records:
             return
-        with _Timed(self, alone=True):
+        with self._recording(alone=True):
             if self._sample is None:
                 self._sample = _sampled(engine.module)
                 self._about = {
@@ -185,7 +195,7 @@ class TraceRecorder:
         """Record the gradient norm and the update, and end the step."""
         if not self.records:
             return
-        with _Timed(self, alone=True):
+        with self._recording(alone=True):
             step, self._step = self._step, _new_step()
             self._in_backward = False
             step["norm"] = self._own_norm if _has_no_norm(engine) else engine.get_global_grad_norm()
@@ -205,8 +215,10 @@ class TraceRecorder:
         masters = _masters(engine)
         return [_picked(parameter, positions, masters) for parameter, positions in self._sample or ()]
 
-    def report(self) -> dict[str, Any]:
-        """Return this rank's steps as JSON data."""
+    def report(self) -> dict[str, Any] | None:
+        """Return this rank's steps as JSON data; None if none are to be recorded."""
+        if not self._most_steps:
+            return None
         if self.records and self._steps:
             self._draws = self._random.has_drawn()
         return {
@@ -219,43 +231,29 @@ class TraceRecorder:
             "auxiliary": [one.report() for one in self._auxiliary],
         }
 
-    def fail(self, error: Exception) -> None:
-        """Note why a quantity is missing."""
-        self._missing = self._missing or f"{type(error).__name__}: {error}"[:200]
+    @contextmanager
+    def _recording(self, *, alone: bool = False) -> Iterator[None]:
+        """Count the seconds of a block that records, without autograd, and note the error that ends it.
 
-
-class _Timed:
-    """Block of recording: its seconds are counted, autograd is off, and its errors are noted.
-
-    Args:
-        alone: the block waits for the GPU, so its seconds begin once the work that the training has queued is done, and
-            include the block's own. Otherwise the training's seconds in the queue would count as recording.
-    """
-
-    def __init__(self, recorder: TraceRecorder, *, alone: bool = False) -> None:
+        Args:
+            alone: the block waits for the GPU, so its seconds begin once the work that the training has queued is done,
+                and include the block's own. Otherwise the training's seconds in the queue would count as recording.
+        """
         import torch
 
-        self._recorder, self._alone, self._no_grad = recorder, alone, torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._wait()
-        self._began = time.perf_counter()
-        self._no_grad.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self._no_grad.__exit__(kind, error, trace)
-        self._wait()
-        self._recorder._seconds += time.perf_counter() - self._began
-        if isinstance(error, Exception):
-            self._recorder.fail(error)
-            return True
-        return False
-
-    def _wait(self) -> None:
         from autotune.rank import devices
 
-        if self._alone and devices.in_use():
-            devices.synchronize()
+        wait = devices.synchronize if alone else lambda: None
+        wait()
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:
+            self._missing = self._missing or f"{type(error).__name__}: {error}"[:200]
+        finally:
+            wait()
+            self._seconds += time.perf_counter() - began
 
 
 def _new_step() -> dict[str, Any]:

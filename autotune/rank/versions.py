@@ -139,13 +139,13 @@ def deepspeed_release() -> tuple[int, ...]:
     return _release_of("deepspeed")
 
 
-def takes_states_in_dicts(deepspeed: tuple[int, ...]) -> bool:
+def takes_states_in_dicts() -> bool:
     """Return True if stage 3 loads a universal checkpoint of stages 1 and 2 with each tensor in a dict.
 
     The converter writes such dicts. Before DeepSpeed 0.19.5, stage 3 takes only bare tensors, which the conversion of
     stage 3 writes.
     """
-    return deepspeed >= (0, 19, 5)
+    return deepspeed_release() >= (0, 19, 5)
 
 
 def knows_every_sub_group(deepspeed: tuple[int, ...]) -> bool:

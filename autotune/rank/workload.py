@@ -1,8 +1,13 @@
-"""Model and batches of a measurement: synthetic tokens and images, or the user's workload."""
+"""Model and batches of a rank without a script.
+
+The source is a named model with random weights and synthetic batches, or the model and batches that a function of the
+user returns (`--workload package.module:function`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import sys
@@ -16,13 +21,6 @@ from autotune.problem.models import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED,
 from autotune.rank.model_builder import DTYPES, IGNORED, build_model, transformers_config
 from autotune.rank.versions import image_token, packed_mask, takes_image_types
 from autotune.util.units import MIB
-
-# -- workload ----------------------------------------------------------------------------------------------------------
-#
-# Model and batches of a rank without a script.
-#
-# The source is a named model with random weights and synthetic batches, or the model and batches that a function of the
-# user returns (`--workload package.module:function`).
 
 Batch = Any  # a dict of keyword arguments of the model's forward, or a tuple of positional ones
 Source = Callable[[int, torch.device, int], Iterator[Batch]]  # arguments: micro-batch, device, seed
@@ -49,10 +47,7 @@ def load_builder(reference: str) -> Callable[[], Any]:
 
 
 def own_workload(reference: str) -> tuple[torch.nn.Module, Callable[[int], Any]]:
-    """Call the user's function.
-
-    Returns:
-        A model, and a function from a micro-batch size to an iterable of batches.
+    """Return a model, and a function from a micro-batch size to an iterable of batches, both from the user's function.
 
     Raises:
         ValueError: there is no such function, or it returns something else.
@@ -87,7 +82,7 @@ def build(job: Job, device: torch.device, ds_config: dict[str, Any]) -> tuple[to
     """Build the job's model on the device, and the source of its batches. At stage 3 the model is built partitioned."""
     if job.workload is None:
         model = build_model(job, device, ds_config)
-        return model, lambda micro_batch, device, seed: synthetic_batches(job, micro_batch, device, seed)
+        return model, functools.partial(synthetic_batches, job)
     import deepspeed
 
     partitioned = ds_config.get("zero_optimization", {}).get("stage", 0) == 3

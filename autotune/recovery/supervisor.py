@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.protocol import Message
 
 # -- supervisor --------------------------------------------------------------------------------------------------------
-#
-# `autotune launch`: supervise the real training under a winner, and restart it after an OOM.
 
 HELLO_SECONDS = 60.0  # for a rank's interpreter to start
 LEAVE_SECONDS = 30.0  # for ranks without a heartbeat to end, after a signal was passed on
@@ -191,16 +189,15 @@ class Supervisor:
             if end.kind is None or self._signal is not None or (end.kind is OutcomeKind.INVALID and way.at == 0):
                 return LaunchSummary(end.code, attempts)
             self.print_line(f"{end.kind.value} after {end.steps} steps: {end.reason}")
-            down = way.next_action(end.kind, end.steps, end.words, end.origin)
-            if way.hopeless:
-                self.print_line(f"{way.hopeless}: giving up")
-                return LaunchSummary(_given_up(end), attempts)
-            if down and rung is self.ladder[-1]:
-                self.print_line("no config with less memory is left on the ladder: giving up")
-                return LaunchSummary(_given_up(end), attempts)
-            if tries > self.max_restarts:
-                self.print_line(f"--max-restarts {self.max_restarts} reached: giving up")
-                return LaunchSummary(_given_up(end), attempts)
+            down = way.next_action(end.kind, end)
+            reasons = [
+                way.hopeless,
+                "no config with less memory is left on the ladder" if down and rung is self.ladder[-1] else "",
+                f"--max-restarts {self.max_restarts} reached" if tries > self.max_restarts else "",
+            ]
+            if why := next(filter(None, reasons), ""):
+                self.print_line(f"{why}: giving up")
+                return LaunchSummary(ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1, attempts)
             if down:
                 way.down()
                 self.print_line("stepping down")
@@ -243,12 +240,10 @@ class Supervisor:
         started, course, heard = time.monotonic(), AttemptTimeline(), AttemptMessages(self.print_line)
         try:
             end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
-        except OSError as error:  # no memory, process or disk for it
-            end = heard.broken(error)
-        except UserError as error:
-            if first:
+        except (OSError, UserError) as error:  # no memory, process or disk for it
+            if first and isinstance(error, UserError):  # input that worked once is not bad input
                 raise
-            end = heard.broken(error)  # input that worked once is not bad input
+            end = heard.end(1, OutcomeKind.INFRASTRUCTURE, one_line(error), words=one_line(error))
         attempt.course = course.points
         attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
         attempt.resumed_from = end.resumed_from
@@ -328,11 +323,14 @@ class Supervisor:
                 stop = group.watch(lambda: group.all_succeeded)
             if self._otherwise and self._signal is None:
                 return heard.end(1, None, f"stopped, because {self._otherwise}")
-            return (
-                self._leave(group, heard) if stop is WatchEnd.CANCELLED else end_of(stop, group, heard, self.hardware)
-            )
+            if stop is WatchEnd.CANCELLED:
+                return self._leave(group, heard)
+            return end_of(stop, group, heard, self.hardware)
         finally:
-            self._end(group)
+            try:
+                group.end()
+            except OSError as error:  # does not change how the attempt ended
+                self.print_line(f"the ranks' end: {one_line(error)}")
             self._group = None
             self._earlier |= heard.earlier
             self._begun |= heard.begun
@@ -345,23 +343,13 @@ class Supervisor:
         if len(heard.traces) < self.job.ranks:
             return
         trace = TrainingTrace.merged([heard.traces[rank] for rank in sorted(heard.traces)])
-        if trace is None:
-            return
-        if self._reference is None:
-            self._reference = trace
-            return
-        if why := structure_differs(self._reference, trace):
+        if trace is None or self._reference is None:
+            self._reference = self._reference or trace
+        elif why := structure_differs(self._reference, trace):
             self._otherwise = why
             self.print_line(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
         elif line := iterations_line(self.job, self._reference, trace):
             self.print_line(line)
-
-    def _end(self, group: WorkerGroup) -> None:
-        """End the group. An OSError here does not change how the attempt ended."""
-        try:
-            group.end()
-        except OSError as error:
-            self.print_line(f"the ranks' end: {one_line(error)}")
 
     def _leave(self, group: WorkerGroup, heard: AttemptMessages) -> AttemptEnd:
         """Pass a signal on and give the ranks time to end in their own way."""
@@ -405,17 +393,10 @@ def check_script(study: str, job: Job, target: str) -> None:
 
 
 # -- ends of attempts --------------------------------------------------------------------------------------------------
-#
-# Classify an attempt's end: the script's own end, or a failure after which training goes on.
 
 _NEAR_FULL = 0.97  # share of the capacity; a hang above it counts as an OOM
-_GOES_ON = (
-    OutcomeKind.OOM_DEVICE,
-    OutcomeKind.OOM_HOST,
-    OutcomeKind.INVALID,
-    OutcomeKind.INFRASTRUCTURE,
-    OutcomeKind.GPU_CONTENTION,
-)
+_TOO_MUCH = (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.INVALID)
+_OUTAGES = (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION)
 
 
 @dataclass(frozen=True)
@@ -469,16 +450,13 @@ class AttemptMessages:
             self.print_line("the script trains without DeepSpeed: no config of ours is in it")
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
-    def end(self, code: int, kind: OutcomeKind | None, reason: str) -> AttemptEnd:
+    def end(
+        self, code: int, kind: OutcomeKind | None, reason: str, *, words: str = "", unloaded: str = ""
+    ) -> AttemptEnd:
         """Return the end of an attempt, with the collected steps and checkpoint."""
         # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
         origin = self.origin or ("" if self.begun else None)
-        return AttemptEnd(code, kind, reason, self.steps, self.resumed_from, origin=origin)
-
-    def broken(self, error: Exception) -> AttemptEnd:
-        """Return the end of an attempt that this machine refuses to start."""
-        words = one_line(error)
-        return replace(self.end(1, OutcomeKind.INFRASTRUCTURE, words), words=words)
+        return AttemptEnd(code, kind, reason, self.steps, self.resumed_from, unloaded, origin, words)
 
 
 def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> AttemptEnd:
@@ -496,17 +474,18 @@ def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware:
     code = codes[0] if codes else 1
     verdict = classify_failure(evidence)
     if not group.greeted:  # neither the script nor its config has reached the ranks
-        end = heard.end(code, OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
+        reason = f"the ranks did not come up: {verdict.reason}"
         broken = verdict.source is Source.EXIT  # a half-upgraded environment ends each rank like this
-        return replace(end, words=verdict.reason if broken else "")
+        return heard.end(code, OutcomeKind.INFRASTRUCTURE, reason, words=verdict.reason if broken else "")
     # torch ends a rank with SIGABRT when its collective times out.
     deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
-    killed = verdict.kind is OutcomeKind.CRASH and verdict.signal in deadly
-    if killed or verdict.kind in _GOES_ON:
+    died_by = -evidence.statuses[verdict.rank or 0] if verdict.source is Source.SIGNAL else 0
+    killed = verdict.kind is OutcomeKind.CRASH and died_by in deadly
+    if killed or verdict.kind in (*_TOO_MUCH, *_OUTAGES):
         own = verdict.kind is OutcomeKind.INFRASTRUCTURE and verdict.source in (Source.EXCEPTION, Source.EXIT)
-        return replace(heard.end(code, verdict.kind, verdict.reason), words=verdict.reason if own else "")
-    end = heard.end(code, None, f"the script's own failure ({verdict.reason})")
-    return replace(end, unloaded=next((error["unloaded"] for error in evidence.errors if error.get("unloaded")), ""))
+        return heard.end(code, verdict.kind, verdict.reason, words=verdict.reason if own else "")
+    unloaded = next((error["unloaded"] for error in evidence.errors if error.get("unloaded")), "")
+    return heard.end(code, None, f"the script's own failure ({verdict.reason})", unloaded=unloaded)
 
 
 def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> AttemptEnd:
@@ -523,18 +502,9 @@ def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> Att
     return heard.end(1, OutcomeKind.TIMEOUT, f"{text}, with memory to spare")
 
 
-def _given_up(end: AttemptEnd) -> int:
-    """Return the command's exit code after a last attempt that was not restarted."""
-    return ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1
-
-
 # -- restart policy ----------------------------------------------------------------------------------------------------
-#
-# Decide from an attempt's end whether training retries, steps down the recovery ladder or gives up.
 
 PAUSES_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0)  # before the next attempt in an outage; the last one repeats
-_TOO_MUCH = (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.INVALID)
-_OUTAGES = (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION)
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, ports and process ids differ each time
 _MOST_ALIKE = 3  # attempts that end at the same step after the same checkpoint
 _NEAR = 0.02  # share of the steps; not every step is reported, so steps this close count as equal
@@ -542,22 +512,20 @@ _MOST_BARREN = 2  # attempts under one config that were killed or hung without a
 
 
 class RestartPolicy:
-    """Position of a training on the recovery ladder.
+    """Position of a training on the recovery ladder, and the choice to retry, step down or give up.
 
-    Attributes:
-        at: index of the current rung.
-        pause_seconds: pause before the next attempt.
-        hopeless: reason why another attempt would end in the same way; empty if a retry may help. One case: no attempt has
-            ever stepped, and the last two failed with the same message. The user's mistake is then more likely than an
-            outage: a folder that cannot be written to, a name that does not exist, too few GPUs. The other case: attempts end
-            at the same step again and again, as with a save to a full disk or a batch that hangs.
+    Another attempt is hopeless in two cases. One case: no attempt has ever stepped, and the last two failed with the same
+    message. The user's mistake is then more likely than an outage: a folder that cannot be written to, a name that does
+    not exist, too few GPUs. The other case: attempts end at the same step again and again, as with a save to a full disk
+    or a batch that hangs.
     """
 
     def __init__(self) -> None:
-        self.at = 0
-        self.pause_seconds = 0.0
+        self.at = 0  # index of the current rung
+        self.pause_seconds = 0.0  # before the next attempt
+        self.hopeless = ""  # why another attempt would end in the same way; empty if a retry may help
         self._barren = self._outages = 0  # in a row
-        self.hopeless, self._stepped = "", False
+        self._stepped = False
         self._words = ""  # message of the last attempt
         self._alike = self._steps = 0  # for the last attempt that has stepped
         self._place: tuple[OutcomeKind, str] | None = None
@@ -569,34 +537,29 @@ class RestartPolicy:
         self._origins.add(resumed_from)
         return newer
 
-    def next_action(self, kind: OutcomeKind, steps: int, words: str = "", origin: str | None = None) -> bool:
+    def next_action(self, kind: OutcomeKind, end: AttemptEnd) -> bool:
         """Record an attempt's end. Return True if the failure is attributable to its config, so that the next rung is due.
 
         An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.
-
-        Args:
-            steps: steps of the attempt.
-            words: message of a rank that reported a failing machine itself; empty if none did.
-            origin: see `End.origin`.
         """
-        words = _CHANGING.sub("#", words)
-        self._stepped = self._stepped or steps > 0
+        words = _CHANGING.sub("#", end.words)
+        self._stepped = self._stepped or end.steps > 0
         self.hopeless = ""
         if words and words == self._words and not self._stepped:
             self.hopeless = "it has failed so before its first step twice in a row, which no waiting mends"
-        elif self._comes_alike(kind, steps, origin):
+        elif self._comes_alike(kind, end.steps, end.origin):
             self.hopeless = (
                 f"it has ended so {_MOST_ALIKE} times in a row at the same step, which starting again does not mend"
             )
         self._words = words
-        if steps:
+        if end.steps:
             self._barren = self._outages = 0
         if kind in _OUTAGES:
             self.pause_seconds = PAUSES_SECONDS[min(self._outages, len(PAUSES_SECONDS) - 1)]
             self._outages += 1
             return False
         self.pause_seconds, self._outages = 0.0, 0
-        self._barren += not steps
+        self._barren += not end.steps
         return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
 
     def _comes_alike(self, kind: OutcomeKind, steps: int, origin: str | None) -> bool:
@@ -619,8 +582,6 @@ class RestartPolicy:
 
 
 # -- progress of an attempt --------------------------------------------------------------------------------------------
-#
-# Memory and steps over an attempt's time, in a bounded number of points however long it trains.
 
 MOST_POINTS = 240
 FIRST_SECONDS = 1.0  # between points; doubled whenever there are too many
@@ -629,7 +590,7 @@ Point = tuple[float, int, int]  # seconds since the attempt began, steps so far,
 
 
 class AttemptTimeline:
-    """The points of one attempt."""
+    """Memory and steps over an attempt's time, in a bounded number of points however long it trains."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()

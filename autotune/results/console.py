@@ -682,24 +682,25 @@ def no_winner_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str
     if facts.best is not None:
         return ["no winner yet"]
     if facts.closest is not None and facts.closest.outcome is not None:
-        first = "nothing fits" if StopReason.of(facts.stop_reason) in _NOTHING_IS_LEFT else "nothing fits yet"
+        first = "nothing fits" if StopReason.of(facts.call.ended) in _NOTHING_IS_LEFT else "nothing fits yet"
         return [first, *_closest_lines(facts, facts.closest, facts.closest.outcome, job, hardware)]
-    budget, used = format_duration(facts.budget_seconds), facts.used_seconds
+    budget_seconds, used, ended = facts.call.budget_seconds, facts.call.used_seconds, facts.call.ended
+    budget = format_duration(budget_seconds)
     if not facts.trials:
-        if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
-            more = larger_budget(used + facts.budget_seconds)
+        if StopReason.of(ended) is StopReason.BUDGET_USED:
+            more = larger_budget(used + budget_seconds)
             took = format_duration(used)
-            if used < facts.budget_seconds:
+            if used < budget_seconds:
                 return [
                     f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
                 ]
-            return [startup_used_all(facts.budget_seconds, used)]
-        return [f"no trial ran: {facts.stop_reason}" if facts.stop_reason else "no trial has ended yet"]
+            return [startup_used_all(budget_seconds, used)]
+        return [f"no trial ran: {ended}" if ended else "no trial has ended yet"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
     if facts.cut_short:
-        more = larger_budget(2 * max(used, facts.budget_seconds))
+        more = larger_budget(2 * max(used, budget_seconds))
         return [f"no trial ended within the budget of {budget}, so nothing is known of memory; use {more}", *lines]
     if not lines:  # measured, and rejected for another reason than memory
         lines = [

@@ -29,7 +29,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
 from autotune.util.bounds import display_value
 from autotune.util.entry_points import TRACKER
-from autotune.util.interpreter import OwnInterpreter, module_command
+from autotune.util.interpreter import OWN, module_command
 from autotune.util.units import GIB
 
 PATIENCE_SECONDS = 30.0  # for a tracker to finish after the search
@@ -319,7 +319,7 @@ class Tracking:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env=OwnInterpreter().environment(),
+                    env=OWN.environment(),
                     start_new_session=True,  # Ctrl-C ends the search, and then the tracker
                     text=True,
                     encoding="utf-8",

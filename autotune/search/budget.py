@@ -27,9 +27,7 @@ class Budget:
 
     Args:
         executor: provides the clock.
-        proposer: provides the predictor.
         verify_spec: length of a verification.
-        budget_seconds: budget of the call.
         spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
         best: returns the best candidate so far and its measurement; None if nothing was measured.
         due: returns how many verifications the search leaves time for: of the best, and of an earlier call's winner;

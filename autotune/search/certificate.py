@@ -197,21 +197,20 @@ def _compare_engine(
             "gradients of zero, so that weight decay and Adam's counter go on, and stage 0 leaves them out"
         )
         return Certificate(Verdict.DIFFERS, why, UPDATE, cause=_STAGE)
+    why, later = "", False
     if (wrong := _wrong_rate(pairs)) is not None:
         step, theirs, mine = wrong
-        factor = mine / theirs if theirs else math.inf
-        times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
+        times = f"{mine / theirs:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
         why = f"learning rate is {times} in optimizer step {step + 1}"
-        return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
-    if (moved := _wrong_movement(pairs)) is not None:
+    elif (moved := _wrong_movement(pairs)) is not None:
         theirs, mine = moved
         why = f"learning rate has moved by {100 * mine:.2g}% instead of {100 * theirs:.2g}% after {len(pairs)} optimizer steps"
-        return _different(why, RATES, mine / theirs if theirs else math.inf, reference, own, trace, candidate, is_users)
-    if (later := _wrong_later(reference, trace)) is not None:
-        step, theirs, mine = later
+    elif (wrong := _wrong_later(reference, trace)) is not None:
+        later, (step, theirs, mine) = True, wrong
         why = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
+    if why:
         factor = mine / theirs if theirs else math.inf
-        return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=True)
+        return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=later)
     if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
         reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
@@ -556,14 +555,6 @@ def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, is_users: bool
     return f"stage {trace.stage} instead of {reference.stage}"
 
 
-@dataclass
-class _Reference:
-    """The config that others are compared with, and its trace."""
-
-    own: Candidate | None = None
-    trace: TrainingTrace | None = None
-
-
 class Certifier:
     """Compares every trial of a study with its reference, so that no candidate wins that trains something else.
 
@@ -574,8 +565,8 @@ class Certifier:
     def __init__(self, job: Job) -> None:
         self._job = job
         script = job.script
-        own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
-        self._reference = _Reference(own)
+        self._own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
+        self._reference: TrainingTrace | None = None  # trace of `_own`
 
     @classmethod
     def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
@@ -591,14 +582,14 @@ class Certifier:
         trace, reference = outcome.trace, self._reference
         if trace is None or role == RESUME or not self._is_whole(candidate, trace):
             return
-        if reference.own is None:
-            reference.own = candidate
-        if candidate != reference.own:
+        if self._own is None:
+            self._own = candidate
+        if candidate != self._own:
             return
-        if reference.trace is None:
-            reference.trace = trace
-        elif trace.steps != reference.trace.steps:
-            reference.trace = with_floor(reference.trace, trace)
+        if reference is None:
+            self._reference = trace
+        elif trace.steps != reference.steps:
+            self._reference = with_floor(reference, trace)
 
     def _is_whole(self, candidate: Candidate, trace: TrainingTrace) -> bool:
         """Return False if a rank of a named model ran only some micro-batches of a step, to extrapolate the rest."""
@@ -608,19 +599,16 @@ class Certifier:
         """Return the verdict on a candidate's trace."""
         if trace is None or not self._is_whole(candidate, trace):
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
-        reference = self._reference
-        if reference.trace is None or reference.own is None:
-            return Certificate(
-                Verdict.NOT_COMPARED,
-                f"{'the reference' if self._job.script is None else 'your own config'} was not measured",
-            )
-        return compare(reference.trace, reference.own, trace, candidate, is_users=self._job.script is not None)
+        if self._reference is None or self._own is None:
+            whose = "the reference" if self._job.script is None else "your own config"
+            return Certificate(Verdict.NOT_COMPARED, f"{whose} was not measured")
+        return compare(self._reference, self._own, trace, candidate, is_users=self._job.script is not None)
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
         self.learn(candidate, outcome, role)
-        measured, own = outcome.measurement, self._reference.own
-        if measured is None or role == RESUME or candidate == own or outcome.trace is None:
+        measured = outcome.measurement
+        if measured is None or role == RESUME or candidate == self._own or outcome.trace is None:
             return outcome
         found = self.certificate(candidate, outcome.trace)
         if found.verdict is not Verdict.DIFFERS:
@@ -637,7 +625,7 @@ class Certifier:
 
     def shares_cause(self, candidate: Candidate, outcome: Outcome) -> Callable[[Candidate], bool]:
         """Return a test for candidates that train otherwise for the same reason as this one."""
-        own, cause = self._reference.own, outcome.trains_otherwise
+        own, cause = self._own, outcome.trains_otherwise
         if own is not None and cause == MICRO_BATCH:
             return lambda other: other.micro_batch != own.micro_batch
         if own is not None and cause == ACCUMULATION:
@@ -649,8 +637,7 @@ class Certifier:
 
     def iterations_line(self, trace: TrainingTrace) -> str:
         """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
-        reference = self._reference.trace
-        return iterations_line(self._job, reference, trace) if reference is not None else ""
+        return iterations_line(self._job, self._reference, trace) if self._reference is not None else ""
 
 
 def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:

@@ -138,8 +138,6 @@ class SearchWorkers:
 
 
 # -- peer trials -------------------------------------------------------------------------------------------------------
-#
-# Trials of peer tuners on a shared study.
 
 
 class PeerTrials:
@@ -149,20 +147,14 @@ class PeerTrials:
         self._store = store
         self.known: set[int] = set()  # numbers of trials that were already processed
         self.running_elsewhere: list[Record] = []  # running trials of peers
-        self._found: dict[tuple[Candidate, str], Outcome] = {}  # outcomes of peers since this call began
 
     def poll(self) -> list[tuple[Record, Outcome]]:
         """Return outcomes that peers stored since the last poll."""
         if not self._store.tuners.shared:
             return []
         ended, self.running_elsewhere = self._store.news(self.known)
-        news = []
-        for record in ended:
-            self.known.add(record.number)
-            if record.outcome is not None:
-                self._found[record.candidate, record.role] = record.outcome
-                news.append((record, record.outcome))
-        return news
+        self.known.update(record.number for record in ended)
+        return [(record, record.outcome) for record in ended if record.outcome is not None]
 
     def searching(self) -> list[Candidate]:
         """Return the candidates that peers measure in their searches."""
@@ -172,18 +164,8 @@ class PeerTrials:
         """Return True if a peer tuner runs the candidate in the role."""
         return any((record.candidate, record.role) == (candidate, role) for record in self.running_elsewhere)
 
-    def result_for(self, candidate: Candidate, role: str) -> Outcome | None:
-        """Return the outcome that a peer tuner measured, or None."""
-        return self._found.get((candidate, role))
-
-    def discard_result(self, candidate: Candidate, role: str) -> None:
-        """Remove an outcome of a peer tuner."""
-        self._found.pop((candidate, role), None)
-
 
 # -- machines of peer tuners -------------------------------------------------------------------------------------------
-#
-# Compare the memory of peer tuners before they share a study.
 #
 # An OOM of one tuner excludes candidates for all peers, while each tuner chooses the winner under its own ceiling.
 

@@ -14,8 +14,8 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.certificate import Verdict, compare
-from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record, constraints
-from autotune.util.units import format_bytes, format_change
+from autotune.search.trials import AS_IS, NO_CALL, RESUME, SEARCH, TRAINING, VERIFY, Call, Record, constraints
+from autotune.util.units import counted, format_bytes, format_change
 
 # share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
 RIVAL_SHARE = 0.05
@@ -277,12 +277,7 @@ class Leaderboard:
                 continue
             if its_speed > near * speed:
                 return candidate
-            if (
-                (candidate in self._new) == (best in self._new)
-                and overlap(other, measured)
-                and as_fast(other, measured)
-                and other.peak_bytes < MEMORY_FOR_SPEED * measured.peak_bytes
-            ):
+            if (candidate in self._new) == (best in self._new) and wins_by_memory(other, measured):
                 return candidate
         return None
 
@@ -303,14 +298,9 @@ class Leaderboard:
         return min(ranked, key=list(self._turns).index)
 
     def choose_least_memory(self, passed: list[Candidate]) -> Candidate:
-        """Return the candidate with the lowest peak among those about as fast as the fastest; else the fastest.
-
-        The throughput intervals must overlap, and the peak must be clearly lower.
-        """
+        """Return the candidate with the lowest peak among those that win by it; else the fastest."""
         fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
-        best = self.verified[fastest][1]
-        rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
-        saving = [c for c in rivals if self.verified[c][1].peak_bytes < MEMORY_FOR_SPEED * best.peak_bytes]
+        saving = [c for c in passed if wins_by_memory(self.verified[c][1], self.verified[fastest][1])]
         return min(saving, key=lambda c: self.verified[c][1].peak_bytes, default=fastest)
 
 
@@ -342,14 +332,16 @@ def averaged(turns: list[Measurement]) -> Measurement:
     )
 
 
-def as_fast(one: Measurement, best: Measurement) -> bool:
-    """Return True if `one` may win by its lower memory. Overlap alone is not enough, because intervals can be wide."""
-    return one.samples_per_second >= (1 - SPEED_FOR_MEMORY) * best.samples_per_second
+def wins_by_memory(one: Measurement, best: Measurement) -> bool:
+    """Return True if `one` has a clearly lower peak and is about as fast.
 
-
-def overlap(one: Measurement, other: Measurement) -> bool:
-    """Return True if the 95 % intervals of two throughputs overlap."""
-    return SpeedRatio.of(one, other).is_noise
+    Overlap of the intervals alone is not enough, because they can be wide.
+    """
+    return (
+        SpeedRatio.of(one, best).is_noise
+        and one.samples_per_second >= (1 - SPEED_FOR_MEMORY) * best.samples_per_second
+        and one.peak_bytes < MEMORY_FOR_SPEED * best.peak_bytes
+    )
 
 
 # -- facts of a study --------------------------------------------------------------------------------------------------
@@ -490,9 +482,7 @@ class StudyFacts:
     failures: tuple[tuple[str, int], ...]
     trials: int  # ended trials
     cut_short: bool  # nothing was measured, and the budget ended a trial
-    stop_reason: str  # empty while the study runs, or after a SIGKILL
-    budget_seconds: float  # of the latest call; 0 before the first
-    used_seconds: float  # by the latest call
+    call: Call  # the latest
     references: tuple[Reference, ...] = ()  # measured in the call that last verified the winner
 
     @property
@@ -536,7 +526,7 @@ class StudyFacts:
         """Return sentences that compare the winner with the other configs that may win; empty without any."""
         lines = []
         if self.tied:
-            others = "1 other" if len(self.tied) == 1 else f"{len(self.tied)} others"
+            others = counted(len(self.tied), "other")
             named = ", ".join(map(self._named, self.tied[:2])) + (", …" if len(self.tied) > 2 else "")
             lines.append(f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen()}")
         if self.next_best is not None:
@@ -558,8 +548,7 @@ class StudyFacts:
             why = "was measured after the winner was chosen" if rival.verified else "is not verified"
             lines.append(f"{rival.candidate} was {gain:.1f} % faster and {why}; run again to choose between them")
         if self.apart:
-            others = "1 other config" if len(self.apart) == 1 else f"{len(self.apart)} other configs"
-            were = "was" if len(self.apart) == 1 else "were"
+            others, were = counted(len(self.apart), "other config"), "was" if len(self.apart) == 1 else "were"
             lines.append(f"{others} that may win {were} never measured in one call with the winner: not compared")
         if self.winner is not None:
             lines += [one.sentence(self.winner.candidate) for one in self.references]
@@ -585,9 +574,9 @@ class StudyFacts:
             "own": self.own.number if self.own else None,
             "times_own": vars(self.own_ratio) if self.own_ratio else None,
             "closest": self.closest.number if self.closest else None,
-            "stop_reason": self.stop_reason,
-            "budget_seconds": self.budget_seconds,
-            "used_seconds": self.used_seconds,
+            "stop_reason": self.call.ended,
+            "budget_seconds": self.call.budget_seconds,
+            "used_seconds": self.call.used_seconds,
             "references": [one.to_json(self.winner.candidate) for one in self.references] if self.winner else [],
             "lines": self.comparison(),
         }
@@ -600,9 +589,7 @@ def study_facts(
     *,
     winner: int | None = None,
     set_aside: Collection[int] = (),
-    stop_reason: str = "",
-    budget_seconds: float = 0.0,
-    used_seconds: float = 0.0,
+    call: Call = NO_CALL,
     references: Sequence[Record] = (),
 ) -> StudyFacts:
     """Return the facts of a study.
@@ -613,9 +600,7 @@ def study_facts(
         winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
             ceiling is lower now.
         set_aside: numbers of trials outside the space of the latest call.
-        stop_reason: reason for the end of the latest call.
-        budget_seconds: budget of the latest call.
-        used_seconds: seconds that the latest call used.
+        call: the latest call.
         references: trials without DeepSpeed.
     """
     leaderboard, alike = Leaderboard(hardware, job), MeasuredAlike(records)
@@ -671,9 +656,7 @@ def study_facts(
         failures=tuple(failures.most_common()),
         trials=len(ended),
         cut_short=not leaderboard.measured and any(one.source is Source.BUDGET for _, one in ended),
-        stop_reason=stop_reason,
-        budget_seconds=budget_seconds,
-        used_seconds=used_seconds,
+        call=call,
         references=_references(references, won, job, hardware, alike) if won is not None else (),
     )
 

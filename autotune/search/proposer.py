@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.features import Flags, Floats
-from autotune.predict.predictor import Predictor, Table
+from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
@@ -85,8 +84,6 @@ class Proposer:
         self,
         candidates: list[Candidate],
         space: SearchSpace,
-        job: Job,
-        hardware: Hardware,
         seed: int,
         predictor: Predictor,
         *,
@@ -94,10 +91,11 @@ class Proposer:
         exhaustive: bool = False,
         effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
     ) -> None:
-        self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
+        self.space, self.predictor = space, predictor
+        self.job, self.hardware = job, hardware = predictor.job, predictor.hardware
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self.candidates = candidates
-        self._model = SpeedMemoryModel(predictor, job, hardware, candidates)
+        self._model = SpeedMemoryModel(predictor, candidates)
         rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
         run = MAX_TIMED_MICRO_BATCHES if job.script is None else math.inf
         self._pool = CandidatePool(candidates, rules, self._model.host_bytes, run)
@@ -136,7 +134,7 @@ class Proposer:
             Rule("untried level", self._untried_level),
             Rule("predicted gain", self._predicted_gain),
             Rule("memory limit", self._memory_limit),
-            Rule("second opinion", self._surrogates_choice),
+            Rule("second opinion", self._second_opinion),
             Rule("untested knob", self._untested_knob),
             Rule("doubtful knob", self._doubtful_knob),
             Rule("loose bound", self._loose_bound),
@@ -276,7 +274,7 @@ class Proposer:
         self, candidate: Candidate, shares_cause: Callable[[Candidate], bool], reason: str
     ) -> None:
         """Exclude the candidates that train something else for the same reason as this one."""
-        self._pool.exclude_sharing_cause(candidate, shares_cause, reason)
+        self._pool.exclude_sharing_cause(candidate, shares_cause, reason[:160])
 
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""
@@ -284,8 +282,14 @@ class Proposer:
 
     def skips(self) -> dict[str, int]:
         """Return counts of untried candidates by reason, both measured and predicted."""
-        predicted = predicted_skips(self._open, self._model.forecast(), self._model.table(), self.hardware)
-        return {**self._pool.skipped, **predicted}
+        counts, forecast, table = dict(self._pool.skipped), self._model.forecast(), self._model.table()
+        if (beyond := forecast.hopeless & self._open).any():
+            capacity, least = format_bytes(self.hardware.capacity_bytes), format_bytes(int(table.peak[beyond].min()))
+            more = f"predicted to need more than the {capacity} of a device beyond the interval (the least {least})"
+            counts[more] = int(beyond.sum())
+        if count := int((forecast.host & ~forecast.hopeless & self._open).sum()):
+            counts["predicted to need more than the host's memory beyond the interval"] = count
+        return counts
 
     def confidence(self) -> Confidence | None:
         """Return a bound of the speed that untried candidates hold over the best; None if nothing has fitted.
@@ -309,8 +313,7 @@ class Proposer:
         forecast = self._model.forecast()
         ahead, sigma = self._ahead(forecast)
         sigma = np.hypot(sigma, self.knobs.unmeasured_sigma())
-        best = self._index.get(max(self.speed, key=self.speed.__getitem__))
-        if best is not None:
+        if (best := self._best_at) is not None:
             for way in self.knobs.turns(best, self._open, forecast.logs):
                 ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
         fits = forecast.may_fit if claims else np.where(forecast.hopeless, 0.0, forecast.fits)
@@ -401,7 +404,7 @@ class Proposer:
         """Try every level of the first-order knobs before a measured kind is refined."""
         if self._is_worthwhile(turn) and not self._groups.measured[turn.best]:
             return None
-        return self._unseen() or (self._bold() if self._model.predictor_rejected else None)
+        return self._unseen() or (self._memory_limit(turn) if self._model.predictor_rejected else None)
 
     def _predicted_gain(self, turn: Decision) -> Proposal | None:
         """Propose the most valuable candidate if it may gain enough, or if too few are measured to stop."""
@@ -414,14 +417,32 @@ class Proposer:
         return Proposal(self.candidates[turn.best], note)
 
     def _memory_limit(self, turn: Decision) -> Proposal | None:
-        """Test the memory predictor with a candidate that is predicted not to fit."""
-        return self._bold()
+        """Test the memory predictor with a candidate that is predicted not to fit.
 
-    def _surrogates_choice(self, turn: Decision) -> Proposal | None:
-        """Ask the surrogate before the predictor ends the search."""
+        The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
+        """
+        if self._bold_tries >= MOST_BOLD and not self._model.predictor_rejected:
+            return None
+        forecast = self._model.forecast()
+        most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
+        mask = self._open & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
+        mask &= self._is_no_slower(forecast)
+        if not mask.any():
+            return None
+        self._bold_tries += 1
+        nearest = int(np.where(mask, forecast.share, np.inf).argmin())
+        return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
+
+    def _second_opinion(self, turn: Decision) -> Proposal | None:
+        """Propose the candidate that the surrogate values most, before the predictor ends the search."""
         if self._model.predictor_rejected or self._audited >= AUDITS:
             return None
-        return self._second_opinion()
+        worth, gain = self._worth(self._model.forecast(rival=True))
+        best = int(worth.argmax())
+        if not gain[best] >= WORTHWHILE * self.tolerance or not np.isfinite(worth[best]):
+            return None
+        self._audited += 1
+        return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
 
     def _untested_knob(self, turn: Decision) -> Proposal | None:
         """Turn each knob of the best candidate once before the search ends early.
@@ -478,6 +499,11 @@ class Proposer:
     def _is_worthwhile(self, turn: Decision) -> bool:
         return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)
 
+    @property
+    def _best_at(self) -> int | None:
+        """Place of the fastest candidate; None if nothing was measured."""
+        return self._index.get(max(self.speed, key=self.speed.__getitem__)) if self.speed else None
+
     def _trial_costs(self) -> Floats:
         """Return the seconds of measuring each candidate in a new engine, (n,)."""
         step = self._model.forecast().step
@@ -485,8 +511,7 @@ class Proposer:
 
     def _knob_turns(self) -> list[KnobTurn]:
         """Return the untested turns of single knobs at the best candidate that are believed to fit."""
-        best = self._index.get(max(self.speed, key=self.speed.__getitem__)) if self.speed else None
-        if best is None:
+        if (best := self._best_at) is None:
             return []
         forecast = self._model.forecast()
         believed = self._open & ~forecast.hopeless & ~forecast.host & (forecast.fits > SURE)
@@ -494,8 +519,8 @@ class Proposer:
 
     def _turn_gain(self, way: KnobTurn) -> float:
         """Return the expected gain of a turn at the best candidate, by the record of predicted effects."""
-        best = self._index[max(self.speed, key=self.speed.__getitem__)]
-        forecast = self._model.forecast()
+        best, forecast = self._best_at, self._model.forecast()
+        assert best is not None
         mean, sigma = self.knobs.effect(best, way, forecast.logs)
         return float(expected_gain(np.array([mean]), np.array([sigma]))[0] * forecast.fits[way.at])
 
@@ -516,18 +541,19 @@ class Proposer:
             return False
         return 2 * self._sampled < self._proposed and self._in_a_row < CATCH_UP
 
-    def _unseen(self, among: Flags | None = None) -> Proposal | None:
+    def _is_no_slower(self, forecast: Forecast) -> Flags:
+        """Return which candidates may be as fast as the best one, within DOUBTLESS_SIGMAS, (n,)."""
+        return np.asarray(forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values())))
+
+    def _unseen(self) -> Proposal | None:
         """Return the most promising candidate with an untried level of a first-order knob.
 
         Returns:
             None if every level was tried, is predicted not to fit, or is predicted to be far slower than the best.
         """
         forecast = self._model.forecast()
-        best = math.log(max(self.speed.values()))
         mask = self._open & self._coverage.uncovered() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
-        mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > best
-        if among is not None:
-            mask &= among
+        mask &= self._is_no_slower(forecast)
         if not mask.any():
             return None
         mask &= ~self._too_long(forecast, mask)
@@ -537,36 +563,6 @@ class Proposer:
             promise = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
         promise = np.where(mask, promise, -np.inf)
         return Proposal(self.candidates[int(promise.argmax())], "a level not seen before")
-
-    def _second_opinion(self) -> Proposal | None:
-        """Return the candidate that the surrogate values most; None if it predicts no gain."""
-        worth, gain = self._worth(self._model.forecast(rival=True))
-        best = int(worth.argmax())
-        if not gain[best] >= WORTHWHILE * self.tolerance or not np.isfinite(worth[best]):
-            return None
-        self._audited += 1
-        return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
-
-    def _bold(self) -> Proposal | None:
-        """Return a candidate that is predicted not to fit, to test the memory predictor.
-
-        The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
-        """
-        nearest = self._nearest_to_fitting()
-        if nearest is None:
-            return None
-        self._bold_tries += 1
-        return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
-
-    def _nearest_to_fitting(self) -> int | None:
-        """Return the place of the candidate that `_bold` proposes; None if the memory predictor needs no test."""
-        if self._bold_tries >= MOST_BOLD and not self._model.predictor_rejected:
-            return None
-        forecast = self._model.forecast()
-        most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
-        mask = self._open & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
-        mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values()))
-        return int(np.where(mask, forecast.share, np.inf).argmin()) if mask.any() else None
 
     def _last_resort(self) -> Proposal | Stop:
         """Return the fallback candidate with the lowest memory.
@@ -637,12 +633,11 @@ class Proposer:
         """
         forecast = forecast or self._model.forecast()
         barred = ~self._open | forecast.hopeless | forecast.host
-        startup = self._costs.startup_seconds
-        measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
-        seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
-        barred = barred | self._too_long(forecast, ~barred)
+        startup = np.where(False if alive is None else alive, 0.0, self._costs.startup_seconds)
+        seconds = self._costs.measuring_seconds(forecast.step, self._accumulation) + startup
+        barred |= self._too_long(forecast, ~barred)
         if not self.exhaustive:
-            barred = barred | ~self._groups.fitted & (forecast.fits < self._least_chance)
+            barred |= ~self._groups.fitted & (forecast.fits < self._least_chance)
         if not self.speed:
             # the first trial should fit, because it calibrates all predictions
             gain = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
@@ -718,8 +713,6 @@ class Proposer:
 
 
 # -- warm start --------------------------------------------------------------------------------------------------------
-#
-# Proposals, and an optional start candidate that was good in another study. The model decides whether it is tried.
 
 SURE = 0.5  # probability of fitting; lower than usual, because the candidate fitted in another study
 # Sigmas of a start's prediction by which it may be below the most valuable candidate. With 1.0 a right start finds a
@@ -874,25 +867,7 @@ def memory_demand_score(candidate: Candidate, device: str) -> float:
     return math.log2(candidate.micro_batch) + _SPARED * spends
 
 
-# -- predicted exclusions ----------------------------------------------------------------------------------------------
-#
-# Count the candidates that predictions exclude, by reason.
-
-
-def predicted_skips(free: Flags, forecast: Forecast, table: Table, hardware: Hardware) -> dict[str, int]:
-    """Count open candidates that are predicted to exceed device or host memory, by reason."""
-    device = f"predicted to need more than the {format_bytes(hardware.capacity_bytes)} of a device beyond the interval"
-    counts = {}
-    if (beyond := forecast.hopeless & free).any():
-        counts[f"{device} (the least {format_bytes(int(table.peak[beyond].min()))})"] = int(beyond.sum())
-    if count := int((forecast.host & ~forecast.hopeless & free).sum()):
-        counts["predicted to need more than the host's memory beyond the interval"] = count
-    return counts
-
-
 # -- trial costs -------------------------------------------------------------------------------------------------------
-#
-# Estimate trial durations: the expected time for the choice of a candidate, and the time limit.
 
 STARTUP_SECONDS = 15.0  # engine start before the first measured one
 RECENT = 8  # starts that the median covers

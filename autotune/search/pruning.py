@@ -17,15 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.predict.features import Flags, Floats
+from autotune.predict.features import Flags, Floats, Places
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
 # -- candidate pool ----------------------------------------------------------------------------------------------------
-#
-# Pool of candidates that may still be tried, and the reasons that exclude the others. Only outcomes of trials exclude.
 
 
 class CandidatePool:
@@ -59,11 +57,11 @@ class CandidatePool:
         self._shared_causes = SharedCauseDetector(candidates)
         self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
         self._run_per_step = np.minimum([candidate.accumulation for candidate in candidates], most_micro_batches)
-        families: dict[tuple[tuple[str, Value], ...], int] = {}
-        self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
+        self.family = numbered(candidate.family for candidate in candidates)
         self._refused: dict[str, list[Candidate]] = {}
         self._retried: set[Candidate] = set()
-        self._worked: list[Candidate] = []
+        self._worked: list[Candidate] = []  # candidates of other spaces too
+        self._worked_mask = np.zeros(len(candidates), dtype=bool)
 
     @property
     def available_mask(self) -> Flags:
@@ -99,7 +97,7 @@ class CandidatePool:
         if outcome.kind is OutcomeKind.OK:
             self._worked.append(candidate)
             if (at := self.index.get(candidate)) is not None:
-                self._shared_causes.record_success(at)
+                self._worked_mask[at] = True
         elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._exclude_larger(candidate)
         elif outcome.least_step_seconds is not None:
@@ -108,7 +106,8 @@ class CandidatePool:
             self.exclude(self.same_engine(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._exclude_shared_cause(candidate, outcome)
         elif outcome.source is Source.STEPS:
-            self._exclude_larger_batches(candidate)
+            reason = f"its batch is no smaller than that of {candidate}, which left too few steps"
+            self.exclude_sharing_cause(candidate, lambda other: other.rows_per_rank >= candidate.rows_per_rank, reason)
         elif outcome.source is Source.TRACE:  # `exclude_sharing_cause` excludes what shares the cause
             return
         elif outcome.kind is OutcomeKind.INVALID:
@@ -175,7 +174,7 @@ class CandidatePool:
         """Exclude all candidates of a test, or only this one if a candidate of the test has worked."""
         self.close(candidate)
         if not any(map(shares_cause, self._worked)):
-            self.exclude(np.array([shares_cause(other) for other in self.candidates], dtype=bool), reason[:160])
+            self.exclude(np.array([shares_cause(other) for other in self.candidates], dtype=bool), reason)
 
     def _exclude_larger(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much device memory as one with a device OOM."""
@@ -189,28 +188,15 @@ class CandidatePool:
     def _exclude_larger_on_host(self, candidate: Candidate) -> None:
         """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
         larger = self._host.at_least_as_large(candidate)
-        if not any(larger[self.index[one]] for one in self._worked if one in self.index):
+        if not (larger & self._worked_mask).any():
             self.too_large |= larger
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
     def _exclude_shared_cause(self, candidate: Candidate, outcome: Outcome) -> None:
         """Exclude the settings that this failed engine shares with other failed ones."""
         if (at := self.index.get(candidate)) is not None:
-            excluded = self._shared_causes.record_failure(at, int(self.family[at]))
+            excluded = self._shared_causes.record_failure(at, int(self.family[at]), self._worked_mask)
             self.exclude(excluded, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
-
-    def _exclude_larger_batches(self, candidate: Candidate) -> None:
-        """Exclude batches that are at least as large as one that left too few steps of data.
-
-        Nothing is excluded if such a batch has worked.
-        """
-
-        def no_smaller(other: Candidate) -> bool:
-            return other.rows_per_rank >= candidate.rows_per_rank
-
-        if not any(map(no_smaller, self._worked)):
-            larger = np.array([no_smaller(other) for other in self.candidates])
-            self.exclude(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
         """Exclude every candidate with the settings that all failures with this message share, whatever its numbers.
@@ -252,6 +238,12 @@ def _named_settings(candidate: Candidate, reason: str) -> set[tuple[str, Value]]
         return key == "zero_stage" or key.replace("_", " ") in words or (name in OFFLOADING and "offload" in words)
 
     return {(name, value) for name, value in candidate.family if is_named(name)}
+
+
+def numbered(keys: Iterable[object]) -> Places:
+    """Return the number of each key in order of first appearance, (n,)."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.intp)
 
 
 # -- dominance ---------------------------------------------------------------------------------------------------------
@@ -331,15 +323,12 @@ class Dominance:
             np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
             for name, kinds in spares.items()
         ]
-        self._offload_ratios = np.array([_offload_ratio(c) for c in candidates])
+        # requested shares of the optimizer that go to the host
+        offloading = [candidate.offload_optimizer != "none" for candidate in candidates]
+        requested = np.array([float(candidate.get(OFFLOAD_RATIO, 1.0)) for candidate in candidates])
+        self._offload_ratios = np.where(offloading, requested, 0.0)
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
-        others: dict[tuple[object, ...], int] = {}
-        self._others = np.array(
-            [
-                others.setdefault(tuple(item for item in c.knobs if item[0] not in handled), len(others))
-                for c in candidates
-            ]
-        )
+        self._others = numbered(tuple(item for item in c.knobs if item[0] not in handled) for c in candidates)
 
     def at_least_as_large(self, candidate: Candidate) -> Flags:
         """Return whether each candidate needs at least as much memory as the given one, (n,).
@@ -359,20 +348,14 @@ class Dominance:
             found &= more == more[at] if keeps or more[at] < 0 else more >= more[at]
         for spares in self._spares:
             found &= (spares == 0) | (spares == spares[at])
-        found &= self._offloads_no_more(at)
+        # A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
+        # equal sub-group sizes.
+        groups, ratios = self._more["sub_group_size"], self._offload_ratios
+        comparable = (groups == groups[at]) | (ratios[at] == 1) | (ratios == 0)
+        found &= (ratios <= ratios[at]) & comparable
         doubles = self._rules.overlap_doubles and self._stage[at] in (1, 2)
         found &= (self._overlap == self._overlap[at]) | (doubles & (self._overlap == 1.0))
         return np.asarray(found)
-
-    def _offloads_no_more(self, at: int) -> Flags:
-        """Return whether each candidate offloads at most the share of the one at `at`, (n,).
-
-        A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
-        equal sub-group sizes.
-        """
-        groups, mine = self._more["sub_group_size"], self._offload_ratios[at]
-        comparable = (groups == groups[at]) | (mine == 1) | (self._offload_ratios == 0)
-        return np.asarray((self._offload_ratios <= mine) & comparable)
 
 
 class HostDominance:
@@ -405,11 +388,6 @@ class HostDominance:
         return np.asarray(found)
 
 
-def _offload_ratio(candidate: Candidate) -> float:
-    """Return the requested share of the optimizer that goes to the host."""
-    return float(candidate.get(OFFLOAD_RATIO, 1.0)) if candidate.offload_optimizer != "none" else 0.0
-
-
 # -- shared causes -----------------------------------------------------------------------------------------------------
 #
 # Find settings that failed engines have in common: hangs, crashes, host OOM, and trials that the tuner did not
@@ -428,30 +406,24 @@ class SharedCauseDetector:
     """First-order settings of engines, and the failed ones among them."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        columns = []
-        for name in _KNOBS:
-            values = [candidate.get(name) for candidate in candidates]
-            kinds = {value: i for i, value in enumerate(dict.fromkeys(values))}
-            if len(kinds) > 1:
-                columns.append([kinds[value] for value in values])
+        columns = [numbered(candidate.get(name) for candidate in candidates) for name in _KNOBS]
+        columns = [column for column in columns if column.any()]  # knobs with several values
         self._settings = np.array(columns, dtype=np.intp).T.reshape(len(candidates), len(columns))
         self._offloads = np.array([bool(c.offloaded) for c in candidates])
-        self._worked = np.zeros(len(candidates), dtype=bool)
         self._failed: dict[int, int] = {}  # engine -> place of one of its candidates
 
-    def record_success(self, at: int) -> None:
-        """Record that the candidate at this place has worked."""
-        self._worked[at] = True
-
-    def record_failure(self, at: int, engine: int) -> Flags:
+    def record_failure(self, at: int, engine: int, worked: Flags) -> Flags:
         """Record a failure of the candidate at this place.
+
+        Args:
+            worked: (n,) candidates that have worked.
 
         Returns:
             (n,) candidates with the settings that this failure shares with others and that no working candidate has.
         """
         self._failed.setdefault(engine, at)
         failed_places = list(self._failed.values())
-        failed, excluded = self._settings[failed_places], np.zeros(len(self._worked), dtype=bool)
+        failed, excluded = self._settings[failed_places], np.zeros_like(worked)
         width = self._settings.shape[1]
         for size in range(width + 1):
             for shared in map(list, itertools.combinations(range(width), size)):
@@ -464,6 +436,6 @@ class SharedCauseDetector:
                 alike = (self._settings[:, shared] == self._settings[at, shared]).all(axis=1)
                 if self._offloads[failed_places][sharing].all():
                     alike &= self._offloads
-                if not (alike & self._worked).any():
+                if not (alike & worked).any():
                     excluded |= alike
         return excluded

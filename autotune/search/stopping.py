@@ -23,9 +23,8 @@ from autotune.util.units import counted
 class StopReason(Enum):
     """Reason for the end of a search; the value is its sentence, with fields for `stop`.
 
-    Limits of the call come from `SearchLoop.why_stop` (`search/tuner.py`). `Tuner.run` replaces any reason by
-    INTERRUPTED if the user stopped the call, and stores an error that ends it. All others come from `Proposer` and
-    `FallbackSchedule` (`search/proposer.py`). With `--parallel`, the reason of the first worker counts.
+    `Tuner.run` replaces any reason by INTERRUPTED if the user stopped the call. With `--parallel`, the reason of the first
+    worker counts.
 
     `StudyStore.update_call` stores the sentence with the call, and `autotune show` prints that of the last call. A
     killed call has none. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
@@ -71,8 +70,6 @@ class Stop:
 
 
 # -- confidence --------------------------------------------------------------------------------------------------------
-#
-# Bound the speed that a search has left, from the predictions for all untried candidates.
 
 PROBABILITY = 0.9
 # Measured configs; with fewer, bounds of 90 % hold too rarely (tiny-llama_2xcpu of `benchmarks/search/search.py`: never

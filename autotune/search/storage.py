@@ -151,21 +151,25 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
 
 
 def _database(url: str) -> optuna.storages.RDBStorage:
-    url = url.replace("{", "{{").replace("}", "}}")  # Optuna treats a URL as a template
     for left in reversed(range(_FOUNDERS)):
         try:
             if is_server(url):
                 return ServerStorage(url)
-            if "sqlite" not in url:
-                return RowStorage(url)
             connecting = {"timeout": BUSY_SECONDS, "factory": _SmallCacheConnection}
-            return RowStorage(url, engine_kwargs={"connect_args": connecting})
+            return RowStorage(
+                _as_template(url), engine_kwargs={"connect_args": connecting} if "sqlite" in url else None
+            )
         except (IntegrityError, ProgrammingError, OperationalError) as error:
             # Another tuner creates the tables of a new database at the same time. PostgreSQL raises the first error.
             if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):
                 raise
             time.sleep(0.5)
     raise AssertionError("the last try returns or raises")
+
+
+def _as_template(url: str) -> str:
+    """Return a URL with doubled braces, because Optuna formats it."""
+    return url.replace("{", "{{").replace("}", "}}")
 
 
 class _SmallCacheConnection(sqlite3.Connection):
@@ -484,10 +488,7 @@ class ServerStorage(RowStorage):
         self.print_line: Callable[[str], None] = lambda text: None
         self._patience_seconds = 0.0
         connecting = {key: value for key, value in _CONNECTING[driver].items() if f"{key}=" not in url}
-        super().__init__(
-            full.replace("{", "{{").replace("}", "}}"),  # Optuna treats a URL as a template
-            engine_kwargs={"pool_pre_ping": True, "connect_args": connecting},
-        )
+        super().__init__(_as_template(full), engine_kwargs={"pool_pre_ping": True, "connect_args": connecting})
         self._patience_seconds = AWAY_SECONDS
         event.listen(self.engine, "do_connect", self._connect)
 

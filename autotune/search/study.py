@@ -1,4 +1,4 @@
-"""The persistent study."""
+"""Study: all candidates and outcomes, in an Optuna database from which any later run resumes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.study import StudyDirection
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import UserError, did_you_mean
 from autotune.masking import hide_password
@@ -29,21 +28,22 @@ from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
 from autotune.search.storage import DATABASES, ServerStorage, lock_study, open_storage, stored_in
 from autotune.search.trials import (
+    CANDIDATE,
     LET_GO,
+    NO_CALL,
     REFERENCE,
     RESUME,
     SEARCH,
     TUNER,
+    Call,
     MeasuredHere,
     Record,
-    Records,
     abandoned_outcome,
     attributes,
     begin,
     best_shown,
     came_first,
     close,
-    confirm,
     end,
     found_running,
     kept_if_it_fails,
@@ -61,9 +61,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # -- study -------------------------------------------------------------------------------------------------------------
-#
-# Study: all candidates and outcomes, in an Optuna database from which any later run resumes.
 
+_CALL = "call "  # prefix of the names of attributes with calls
 _REFERENCE = "reference "  # prefix of the names of attributes with trials without DeepSpeed
 _SET_ASIDE = "set aside"  # attribute with trial numbers
 
@@ -80,10 +79,10 @@ class StudyStore:
         self.study, self.folder, self.interpreter = study, folder, interpreter
         self.name = name or study.study_name  # the folder's, which may have been renamed, if the study is a file in it
         self._lock: Any = None
-        self._records = Records()
+        self._ended: dict[int, Record | None] = {}  # parsed once: trials that have ended never change
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
         self.measured_here = MeasuredHere()
-        self._call: tuple[str, dict[str, Any]] | None = None  # this process's call: (attribute name, value)
+        self._call: tuple[str, Call] | None = None  # this process's call, and the name of its attribute
         self.finished: Counter[str] = Counter()  # trials of this process by kind of outcome, the script's own run too
 
     @classmethod
@@ -281,7 +280,15 @@ class StudyStore:
     def records(self) -> list[Record]:
         """Return all trials in order."""
         with without_garbage_collection():
-            return self._records.of(self.study.get_trials(deepcopy=False))
+            each = [self._record(trial) for trial in self.study.get_trials(deepcopy=False)]
+        return [record for record in each if record is not None]
+
+    def _record(self, trial: FrozenTrial) -> Record | None:
+        if not trial.state.is_finished():
+            return record_of(trial)
+        if trial.number not in self._ended:
+            self._ended[trial.number] = record_of(trial)
+        return self._ended[trial.number]
 
     def record(self, number: int) -> Record:
         """Return one trial.
@@ -339,7 +346,7 @@ class StudyStore:
         if came_first(self.study.get_trials(deepcopy=False), trial, candidate, role, known, self.tuners):
             withdraw(self.study, trial)
             return None
-        confirm(trial, candidate)
+        trial.set_user_attr(CANDIDATE, dict(candidate.knobs))
         return self._opened(trial)
 
     def _opened(self, trial: optuna.Trial) -> int:
@@ -421,20 +428,21 @@ class StudyStore:
 
         A single attribute for all calls would be rewritten, and grow, with every trial.
         """
-        key = name_of_call(len(self.calls()), self.tuners.me)
-        self._call = key, {"started": now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""}
-        self._set(*self._call)
+        key = f"{_CALL}{len(self.calls()):06d} {self.tuners.me}"  # the tuner's name keeps simultaneous calls apart
+        self._call = key, Call(now(), budget_seconds)
+        self._set(key, vars(self._call[1]))
 
     def update_call(self, used_seconds: float, ended: str = "", confidence: str = "") -> None:
         """Store the seconds that the current call used, the reason of its end, and the sentence of its `Confidence`."""
         if self._call is not None:
             key, call = self._call
-            call |= {"used_seconds": round(used_seconds, 1), "ended": ended, "confidence": confidence}
-            self._set(key, call)
+            used = round(used_seconds, 1)
+            self._set(key, vars(dataclasses.replace(call, used_seconds=used, ended=ended, confidence=confidence)))
 
     def calls(self) -> list[Call]:
         """Return all calls in order."""
-        return calls_in(self.attributes)
+        stored = self.attributes
+        return [Call.of(stored[key]) for key in sorted(stored) if key.startswith(_CALL)]
 
     def note_command(self, command: str) -> None:
         """Store the command line unless it is already stored."""
@@ -472,16 +480,14 @@ class StudyStore:
 
     def facts(self) -> StudyFacts:
         """Return the facts of the study's verdict, which every output reads."""
-        chosen, calls = self.attributes.get("winner"), self.calls()
+        chosen = self.attributes.get("winner")
         return study_facts(
             self.records(),
             self.job,
             self.hardware,
             winner=chosen["number"] if chosen else None,
             set_aside=self.set_aside,
-            stop_reason=calls[-1].ended if calls else "",
-            budget_seconds=calls[-1].budget_seconds if calls else 0.0,
-            used_seconds=calls[-1].used_seconds if calls else 0.0,
+            call=next(reversed(self.calls()), NO_CALL),
             references=self.references,
         )
 
@@ -543,40 +549,6 @@ class StudyStore:
     def skips(self) -> dict[str, int]:
         """Return the number of skipped candidates by reason."""
         return dict(self.attributes.get("skips", {}))
-
-
-# -- calls -------------------------------------------------------------------------------------------------------------
-#
-# Records of the `autotune run` calls on a study, one attribute each.
-
-_CALL = "call "  # prefix of the attribute names
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of `autotune run` on the study."""
-
-    started: str
-    budget_seconds: float
-    used_seconds: float
-    ended: str = ""  # reason; empty while the call runs, or after a SIGKILL
-    confidence: str = ""  # sentence that bounds the speed of untried candidates; empty without a measurement
-
-
-def name_of_call(before: int, tuner: str) -> str:
-    """Return the attribute name of a new call. Tuner names keep simultaneous calls apart.
-
-    Args:
-        before: number of earlier calls.
-    """
-    return f"{_CALL}{before:06d} {tuner}"
-
-
-def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
-    """Return every call so far, in order; fields of a newer version are dropped."""
-    known = {field.name for field in dataclasses.fields(Call)}
-    each = [attributes[key] for key in sorted(attributes) if key.startswith(_CALL)]
-    return [Call(**{name: value for name, value in call.items() if name in known}) for call in each]
 
 
 def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:

@@ -15,8 +15,6 @@ from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.predict.zero_memory import saved_bytes
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value, samples
-from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
@@ -77,10 +75,10 @@ class Forecast:
 class SpeedMemoryModel:
     """The predictor and the surrogate, and the choice between them."""
 
-    def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
-        self.predictor, self.job, self.hardware = predictor, job, hardware
+    def __init__(self, predictor: Predictor, candidates: Sequence[Candidate]) -> None:
+        self.predictor, self.job, self.hardware = predictor, predictor.job, predictor.hardware
         self._prepared = predictor.prepare(candidates)
-        self._saved_bytes = saved_bytes(job, predictor.trace, self._prepared.columns)
+        self._saved_bytes = saved_bytes(self.job, predictor.trace, self._prepared.columns)
         self._count = len(candidates)
         first, second = features(candidates)
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
@@ -88,7 +86,7 @@ class SpeedMemoryModel:
         self._stage = np.array([candidate.stage for candidate in candidates])
         # bytes that a candidate may use so that its verification fits, for predicted and for measured peaks:
         # verification uses more memory than a search trial
-        self._room = np.full(self._count, float(hardware.ceiling_bytes))
+        self._room = np.full(self._count, float(self.hardware.ceiling_bytes))
         self._measured_room = self._room.copy()
         self._host_ran_out = False
         self._surprises: list[float] = []  # errors of predicted speeds, in standard deviations
@@ -198,24 +196,18 @@ class SpeedMemoryModel:
 
     def _observe(self, at: int, measured: Measurement) -> None:
         speed, peak = math.log(measured.samples_per_second), math.log(measured.peak_bytes)
-        if self._table is not None:
-            expected, sigma = math.log(self._table.samples[at]), float(self._table.step_sigma[at])
+        if (table := self._table) is not None:
+            expected, sigma = math.log(table.samples[at]), float(table.step_sigma[at])
             self._surprises.append(min(MOST_SURPRISE, abs(speed - expected) / sigma))
-            missed = abs(measured.peak_bytes - self._table.peak[at]) / self._table.peak_sigma[at]
+            missed = abs(measured.peak_bytes - table.peak[at]) / table.peak_sigma[at]
             self._peak_surprises.append(min(MOST_SURPRISE, float(missed)))
             if len(self._speeds):
-                self.speed.update_log_score(
-                    _density(speed, expected, sigma, REPEAT_TIME), _density(speed, *_one(self._speeds, at), REPEAT_TIME)
-                )
+                densities = (_density(speed, *one, REPEAT_TIME) for one in ((expected, sigma), _one(self._speeds, at)))
+                self.speed.update_log_score(*densities)
             if len(self._peaks):
-                expected, sigma = (
-                    math.log(self._table.peak[at]),
-                    float(self._table.peak_sigma[at] / self._table.peak[at]),
-                )
-                self.memory.update_log_score(
-                    _density(peak, expected, sigma, REPEAT_MEMORY),
-                    _density(peak, *_one(self._peaks, at), REPEAT_MEMORY),
-                )
+                predicted = math.log(table.peak[at]), float(table.peak_sigma[at] / table.peak[at])
+                densities = (_density(peak, *one, REPEAT_MEMORY) for one in (predicted, _one(self._peaks, at)))
+                self.memory.update_log_score(*densities)
         self._speeds.observe(at, speed)
         self._peaks.observe(at, peak)
 
@@ -465,7 +457,7 @@ def features(candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
     for name in sorted({name for candidate in candidates for name in candidate.as_dict}):
         values = [candidate.get(name) for candidate in candidates]
         columns = _sizes(values) if _are_sizes(values) else _choices(values)
-        if is_first_order(name):
+        if name in FIRST_ORDER:
             first += columns
         else:
             reach = max((float(np.ptp(column)) for column in columns), default=0.0)
@@ -495,20 +487,10 @@ def _beside(columns: list[Floats], rows: int) -> Floats:
 
 
 # -- level coverage ----------------------------------------------------------------------------------------------------
-#
-# Track first-order knobs: which of their levels and combinations a study has measured.
 
 SECOND_ORDER_GAIN = 0.1  # logarithm; prior gain of second-order knobs, until the study has measured it twice
 LEAST_REACH = 0.01
 SPREAD = 3  # levels of a size: small, middle and large
-
-
-def is_first_order(name: str) -> bool:
-    """Return True if the knob determines much of memory or time at any setting of the others.
-
-    Buckets, overlap and similar knobs do not.
-    """
-    return name in FIRST_ORDER
 
 
 def first_order_key(candidate: Candidate) -> tuple[object, ...]:

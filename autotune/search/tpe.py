@@ -18,8 +18,6 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.space import SearchSpace
 
 # -- sampler -----------------------------------------------------------------------------------------------------------
-#
-# Optuna's TPE sampler over the candidates, independent of other strategies.
 
 MOST_ASKED = 24  # consecutive proposals with a known result; an experienced sampler proposes few new candidates
 # results that the sampler reads: the best, of which Optuna's TPE models at most 25, and the latest
@@ -174,15 +172,9 @@ class Distances:
 
     def _code(self, name: str, value: Value | None) -> float:
         """Return the log2 of a number, or for a choice or missing knob a code far from every such logarithm."""
-        if self._is_number(name, value):
-            return math.log2(max(float(value), 1e-9))  # type: ignore[arg-type]
+        if name not in (CHECKPOINTING, "zero_stage") and isinstance(value, int | float) and not isinstance(value, bool):
+            return math.log2(max(float(value), 1e-9))
         return self._codes.setdefault((name, value), 1e3 * (1 + len(self._codes)))
-
-    @staticmethod
-    def _is_number(name: str, value: Value | None) -> bool:
-        return (
-            name not in (CHECKPOINTING, "zero_stage") and isinstance(value, int | float) and not isinstance(value, bool)
-        )
 
     def to(self, wanted: Candidate) -> Floats:
         """Return the distances from `wanted` to the candidates, (n,)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fcntl
 import gc
@@ -9,7 +10,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,6 @@ from autotune.util.files import write_atomically
 from autotune.util.units import GIB
 
 # -- trials ------------------------------------------------------------------------------------------------------------
-#
-# Stored trials: begin, end, and close after their tuner died.
 
 _BEGINNERS = 8  # tuners with different spaces that may begin a study's first trials at once
 
@@ -53,7 +52,7 @@ def begin(
     Args:
         space: values of this space are passed to Optuna; None passes the candidate's values only.
         note: reason for the trial.
-        claim: store only a claim, which `confirm` turns into a trial and `withdraw` removes.
+        claim: store only a claim, which the attribute CANDIDATE turns into a trial and `withdraw` removes.
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CLAIM if claim else CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
@@ -77,11 +76,6 @@ def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
         for name, kind in trial.distributions.items():
             found.setdefault(name, kind)
     return found
-
-
-def confirm(trial: optuna.Trial, candidate: Candidate) -> None:
-    """Store the candidate in an Optuna trial."""
-    trial.set_user_attr(CANDIDATE, dict(candidate.knobs))
 
 
 def withdraw(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> None:
@@ -129,19 +123,11 @@ def end(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Ha
     try:
         for name, value in flat(outcome, hardware).items():
             trial.set_user_attr(name, value)
-        end_as_stored(study, trial, outcome, hardware)
+        tell(study, trial, outcome, hardware)
     except (UpdateFinishedTrialError, ValueError):  # Optuna raises ValueError if a trial is ended twice
         if not study._storage.get_trial(trial._trial_id).state.is_finished():
             raise
     return True
-
-
-def end_as_stored(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
-    """End a trial whose outcome is stored, in the form that samplers expect."""
-    if not outcome.kind.is_attributable_to_candidate:
-        study.tell(trial, state=TrialState.FAIL)
-        return
-    tell(study, trial, outcome, hardware)
 
 
 def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: Outcome) -> bool:
@@ -152,7 +138,7 @@ def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: O
     storage, stored = study._storage, left.user_attrs.get(OUTCOME)
     with suppress(UpdateFinishedTrialError, ValueError):  # a peer closed it first, or its tuner was alive
         if stored is not None:
-            end_as_stored(study, optuna.Trial(study, left._trial_id), Outcome.from_json(stored), hardware)
+            tell(study, optuna.Trial(study, left._trial_id), Outcome.from_json(stored), hardware)
             return False
         # stored under another name, because its tuner may be alive and store its outcome at this moment
         storage.set_trial_user_attr(left._trial_id, LEFT, outcome.to_json())
@@ -167,8 +153,6 @@ def now() -> str:
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-#
-# Records of a study's trials: candidate, reason and outcome.
 
 AS_IS = "the script as it is"  # note of the trial of the script's own config
 SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # roles of trials; RESUME continues from a checkpoint
@@ -192,6 +176,26 @@ class Record:
     note: str = ""  # reason for the trial
     tuner: str | None = None  # tuner's name; None if the trial was not started by a tuner
     started: str = ""  # time of its start in UTC, in ISO format
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `autotune run` on the study."""
+
+    started: str
+    budget_seconds: float
+    used_seconds: float = 0.0
+    ended: str = ""  # reason; empty while the call runs, or after a SIGKILL
+    confidence: str = ""  # sentence that bounds the speed of untried candidates; empty without a measurement
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Call:
+        """Return a stored call without the fields of a newer version."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in stored.items() if name in known})
+
+
+NO_CALL = Call("", 0.0)  # stands for the latest call of a study without any
 
 
 def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
@@ -237,7 +241,7 @@ LET_GO = Outcome(
 )
 
 
-def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Record | None:
+def record_of(trial: FrozenTrial, *, claims: bool = False) -> Record | None:
     """Return a trial's Record; None for a trial of another program or an unconfirmed claim.
 
     Args:
@@ -260,25 +264,6 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
         trial.user_attrs.get(TUNER),
         str(trial.user_attrs.get("started", "")),
     )
-
-
-class Records:
-    """Cache of the records of a study's trials. Finished trials are parsed once, because they never change."""
-
-    def __init__(self) -> None:
-        self._finished: dict[int, Record | None] = {}  # by trial number
-
-    def of(self, trials: Iterable[optuna.trial.FrozenTrial]) -> list[Record]:
-        """Return the records of these trials in order, without trials of other programs."""
-        return [record for trial in trials if (record := self._record(trial)) is not None]
-
-    def _record(self, trial: optuna.trial.FrozenTrial) -> Record | None:
-        if trial.number in self._finished:
-            return self._finished[trial.number]
-        record = record_of(trial)
-        if trial.state.is_finished():
-            self._finished[trial.number] = record
-        return record
 
 
 @contextmanager
@@ -414,7 +399,10 @@ def flat(outcome: Outcome, hardware: Hardware) -> dict[str, Any]:
 
 
 def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
-    """End a trial with an attributable outcome. The call can be repeated if a process was killed during it."""
+    """End a trial whose outcome is stored. The call can be repeated if a process was killed during it."""
+    if not outcome.kind.is_attributable_to_candidate:
+        study.tell(trial, state=TrialState.FAIL)
+        return
     known = trial.constraints
     values = constraints(outcome, hardware)
     fits, measured = all(value <= 0 for value in values.values()), outcome.measurement

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.errors import MachineError, Stopped, Unusable, UserError
 from autotune.executors.base import REFERENCE as REFERENCE_SPEC
@@ -29,10 +29,8 @@ from autotune.problem.candidate import (
     Candidate,
     samples,
 )
-from autotune.problem.hardware import Hardware
 from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
-from autotune.problem.space import SearchSpace
 from autotune.rank.ds_config import why_no_reference
 from autotune.script.profile import own_candidate
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
@@ -44,11 +42,9 @@ from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import counted, format_bytes, format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
-#
-# One `run` call: search loop, verification of the winner, and budget.
 
 MAX_VERIFIED = 4
 VERIFYING_SHARE = 0.8  # share of the time left in which a verification starts and measures; the rest is for the save
@@ -64,7 +60,6 @@ class SearchSummary:
     ended: str  # reason
     interrupted: bool
     used_seconds: float
-    measured: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
     confidence: str = ""  # sentence of `Confidence`; empty without a measurement
 
@@ -77,8 +72,6 @@ class Tuner:
         store: StudyStore,
         executor: Executor,
         proposer: Proposer,
-        space: SearchSpace,
-        hardware: Hardware,
         *,
         budget_seconds: float,
         max_trials: int | None = None,
@@ -93,15 +86,12 @@ class Tuner:
     ) -> None:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
-        self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
+        self.leaderboard = Leaderboard(proposer.hardware, proposer.job, proposer.candidates)
         script = proposer.job.script
         self._own = own_candidate(script) if script is not None and script.profile else None
         self.clock = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
-        failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
-        self.trials = TrialRecorder(
-            store, proposer, space, hardware, self.leaderboard, self.clock, failures, workers, self.observer, cancelled
-        )
+        self.trials = TrialRecorder(store, proposer, self.leaderboard, self.clock, workers, self.observer, cancelled)
         self.loop = SearchLoop(self.trials, [executor, *beside], search_spec, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_spec)
         self.references = References(self.trials, executor) if references else None
@@ -146,8 +136,7 @@ class Tuner:
         confidence = left.sentence if left is not None else ""
         used = self.trials.save_call(ended.sentence, confidence)
         counts = self.store.finished
-        measured = counts[OutcomeKind.OK.value]
-        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
+        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
         """Search and verify until neither can improve the result.
@@ -171,15 +160,12 @@ class Tuner:
 
 
 # -- search loop -------------------------------------------------------------------------------------------------------
-#
-# Propose and measure, with one or several executors.
 
 
 class SearchLoop:
     """Measures proposed candidates until there is a reason to stop.
 
     Args:
-        trials: records each trial.
         executors: one per search worker; the first worker is the calling thread.
         measure_spec: length of a trial.
         max_trials: trials of this call, at most; None without a limit.
@@ -242,7 +228,8 @@ class SearchLoop:
                     continue
                 return self.proposer.stopped or StopReason.ALL_TRIED.stop()
             patience = self.proposer.patience(proposal.candidate)
-            session = executor.session(proposal.candidate, self._session_name(), patience)
+            name = f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
+            session = executor.session(proposal.candidate, name, patience)
             try:
                 self._measure_ladder(session, proposal)
             finally:
@@ -302,9 +289,6 @@ class SearchLoop:
             share_seconds=math.inf if compiles else self.proposer.trial_share_seconds,
         )
 
-    def _session_name(self) -> str:
-        return f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
-
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """Measure a candidate; None if a peer tuner is already trying it."""
         candidate, clock = proposal.candidate, self.trials.clock
@@ -324,29 +308,24 @@ class SearchLoop:
 
 
 # -- trial recorder ----------------------------------------------------------------------------------------------------
-#
-# Store each outcome before the next measurement, and pass it to all parts that learn from it.
 
 
 class TrialRecorder:
-    """Trials of one call, of earlier calls and of peer tuners."""
+    """Stores each outcome before the next measurement, and passes it to all parts that learn from it."""
 
     def __init__(
         self,
         store: StudyStore,
         proposer: Proposer,
-        space: SearchSpace,
-        hardware: Hardware,
         leaderboard: Leaderboard,
         clock: Budget,
-        failures: CallFailures,
         workers: SearchWorkers,
         observer: Observer,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.store, self.proposer, self.space, self.hardware = store, proposer, space, hardware
-        self.leaderboard, self.clock, self.failures, self.workers = leaderboard, clock, failures, workers
-        self.observer, self.cancelled = observer, cancelled
+        self.store, self.proposer, self.leaderboard, self.clock = store, proposer, leaderboard, clock
+        self.workers, self.observer, self.cancelled = workers, observer, cancelled
+        self.failures = CallFailures(proposer, leaderboard)
         self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
         self.ended = 0  # trials of this search
@@ -382,15 +361,17 @@ class TrialRecorder:
         self.observer.clock(used_seconds, self.clock.budget_seconds)
         return used_seconds
 
-    def poll_peers(self) -> None:
-        """Learn outcomes of peer tuners."""
-        for record, outcome in self.peers.poll():
+    def poll_peers(self) -> list[tuple[Record, Outcome]]:
+        """Learn outcomes of peer tuners since the last poll, and return them."""
+        news = self.peers.poll()
+        for record, outcome in news:
             self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
             self._replay_outcome(record, outcome)
+        return news
 
     def begin(self, candidate: Candidate, role: str, note: str) -> int | None:
         """Store that a trial begins, and return its number; None if a peer tuner is already trying the candidate."""
-        number = self.store.claim(candidate, self.space, role, note, self.peers.known)
+        number = self.store.claim(candidate, self.proposer.space, role, note, self.peers.known)
         if number is not None:
             self.observer.trial_started(number, candidate, role, note)
         return number
@@ -426,7 +407,7 @@ class TrialRecorder:
         """
         if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
             mended |= outcome.seconds < TRIAL_SHARE * self.clock.left_seconds
-        if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
+        if not (mended or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
@@ -452,18 +433,10 @@ class TrialRecorder:
 
 
 # -- verifier ----------------------------------------------------------------------------------------------------------
-#
-# Verify the best candidates in fresh processes, and choose the winner.
 
 
 class Verifier:
-    """Verifies candidates until none that is unverified looks better.
-
-    Args:
-        trials: records each trial.
-        executor: runs each verification in fresh processes.
-        verify_spec: length of a verification.
-    """
+    """Verifies candidates in fresh processes until none that is unverified looks better."""
 
     def __init__(self, trials: TrialRecorder, executor: Executor, verify_spec: MeasureSpec) -> None:
         self.trials, self.executor, self.verify_spec = trials, executor, verify_spec
@@ -505,9 +478,9 @@ class Verifier:
                     break
         if passed := leaderboard.passed():
             chosen = leaderboard.choose_least_memory(passed)
-            return self._as_record(chosen, leaderboard.verified[chosen], VERIFY), True
+            return self.store.record(leaderboard.verified[chosen][0]), True
         best = leaderboard.best
-        return (self._as_record(best, leaderboard.measured[best], SEARCH) if best else None), False
+        return (self.store.record(leaderboard.measured[best][0]) if best else None), False
 
     def _to_verify(self) -> Candidate | None:
         """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
@@ -573,11 +546,11 @@ class Verifier:
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
-        self.peers.discard_result(candidate, role)
         while True:
-            self.trials.poll_peers()
-            if (found := self.peers.result_for(candidate, role)) is not None:
-                return found if found.kind.is_attributable_to_candidate else None
+            news = self.trials.poll_peers()
+            found = [outcome for record, outcome in news if (record.candidate, record.role) == (candidate, role)]
+            if found:
+                return found[-1] if found[-1].kind.is_attributable_to_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
                 return Outcome(
                     OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
@@ -586,24 +559,17 @@ class Verifier:
                 return None
             time.sleep(_LOOK_SECONDS)
 
-    def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
-        made = Record(measured[0], candidate, Outcome(OutcomeKind.OK, measurement=measured[1]), role)
-        return next((record for record in self.store.records() if record.number == made.number), made)
-
 
 # -- references --------------------------------------------------------------------------------------------------------
-#
-# Measure the winner's training without DeepSpeed, after the search.
+
+
+_SPLITTING = (MICRO_BATCH, ACCUMULATION, CHECKPOINTING)  # knobs that say how a batch is cut
 
 
 class References:
     """Trials of plain DDP, and of FSDP2 on several ranks, with the winner's model, data, global batch and optimizer.
 
     They show what DeepSpeed gains. They are stored apart from the candidates, never win, and teach the search nothing.
-
-    Args:
-        trials: knows the job and the call's clock.
-        executor: runs each trial in fresh processes.
     """
 
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
@@ -645,9 +611,9 @@ class References:
             if self.trials.cancelled():
                 break
             if (needed := self.clock.reference_seconds) > left:
-                self._print_line(
-                    f"{name} was not measured for comparison: it may take {format_duration(needed)}, and "
-                    f"{format_duration(max(0.0, left))} of the budget are left for it"
+                free = format_duration(max(0.0, left))
+                self._print_why_not(
+                    name, f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
                 )
                 continue
             if (candidate := self._chosen(stage, name, winner)) is not None:
@@ -666,15 +632,14 @@ class References:
         }
         size = winner.rows_per_rank
         options = [
-            Candidate.of(kept | {knob: one.get(knob) for knob in splitting if knob in one.as_dict})
+            Candidate.of(kept | {knob: value for knob, value in one.knobs if knob in _SPLITTING})
             for one in dict.fromkeys([winner, *self.proposer.candidates])
-            for splitting in [(MICRO_BATCH, ACCUMULATION, CHECKPOINTING)]
             if one.rows_per_rank == size
         ]
         reasons = {one: why_no_reference(one, self.proposer.job) for one in options}
         options = [one for one, why in reasons.items() if not why]
         if not options:  # LoRA may be a knob
-            self._print_line(f"{name} was not measured for comparison: {next(iter(reasons.values()))}")
+            self._print_why_not(name, next(iter(reasons.values())))
             return None
         predictor = self.proposer.predictor.for_torch_alone()
         table = predictor.table(options)
@@ -684,34 +649,28 @@ class References:
         if margins.max() >= -HOPELESS_SIGMAS:
             return options[int(margins.argmax())]
         least, ceiling = format_bytes(int(table.needed.min())), format_bytes(predictor.hardware.ceiling_bytes)
-        self._print_line(f"{name} was not measured for comparison: it is predicted to need {least} of {ceiling}")
+        self._print_why_not(name, f"it is predicted to need {least} of {ceiling}")
         return None
 
     def _measured(self, candidate: Candidate, name: str, left_seconds: float) -> bool:
         job = dataclasses.replace(self.proposer.job, torch_alone=True)
         self._print_line(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
-        session = self.executor.session(candidate, f"reference-{candidate.stage}", job=job)
-        try:
-            measure_spec = dataclasses.replace(REFERENCE_SPEC, share_seconds=left_seconds)
+        measure_spec = dataclasses.replace(REFERENCE_SPEC, share_seconds=left_seconds)
+        with closing(self.executor.session(candidate, f"reference-{candidate.stage}", job=job)) as session:
             outcome = session.measure(candidate, measure_spec, left_seconds)
-        finally:
-            session.close()
         self.trials.save_call()
-        if outcome.source is Source.BUDGET:
-            self._print_line(
-                f"{name} was not measured for comparison: {format_duration(left_seconds)} were not enough for it"
-            )
-            return False
-        if not outcome.kind.is_attributable_to_candidate:
-            self._print_line(f"{name} was not measured for comparison: {outcome.reason}")
-            return False
-        self.trials.store.note_reference(candidate, outcome)
-        return True
+        if outcome.kind.is_attributable_to_candidate and outcome.source is not Source.BUDGET:
+            self.trials.store.note_reference(candidate, outcome)
+            return True
+        too_little = f"{format_duration(left_seconds)} were not enough for it"
+        self._print_why_not(name, too_little if outcome.source is Source.BUDGET else outcome.reason)
+        return False
+
+    def _print_why_not(self, name: str, why: str) -> None:
+        self._print_line(f"{name} was not measured for comparison: {why}")
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------
-#
-# Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials.
 
 
 def downgrade_retryable_failure(
@@ -724,8 +683,6 @@ def downgrade_retryable_failure(
 
     Args:
         limit: the trial's limit in seconds; None if the budget or the user ended it.
-        proposer: knows the candidate's earlier timeouts.
-        workers: knows the parallel trials.
     """
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
         why = f"took over {format_duration(limit)}, far more than what similar trials took"
@@ -781,17 +738,15 @@ def apply_verification_result(
 
 
 # -- failure attribution -----------------------------------------------------------------------------------------------
-#
-# Attribute repeated failures to the machine or to the job, which a single trial cannot show.
 
 MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
 
 
 class CallFailures:
-    """Failures of one call."""
+    """Failures of one call, which show repeated failures of the machine or the job."""
 
-    def __init__(self, proposer: Proposer, leaderboard: Leaderboard, space: SearchSpace) -> None:
-        self._proposer, self._leaderboard, self._space = proposer, leaderboard, space
+    def __init__(self, proposer: Proposer, leaderboard: Leaderboard) -> None:
+        self._proposer, self._leaderboard = proposer, leaderboard
         self.machine_failures = 0  # in a row
         self._retried: set[Candidate] = set()
         self._crashes: dict[str, set[Candidate]] = {}
@@ -835,9 +790,8 @@ class CallFailures:
     def _model_is_the_cause(self, crashed: set[Candidate]) -> bool:
         """Return True if all crashed candidates share the model settings and the space has other ones."""
         ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
-        return len(ways) == 1 and any(
-            len(self._space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self._space.knobs
-        )
+        knobs = self._proposer.space.knobs
+        return len(ways) == 1 and any(len(knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in knobs)
 
 
 # -- candidates outside the space --------------------------------------------------------------------------------------
@@ -852,8 +806,8 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
     store.note_set_aside([record.number for record in store.records() if record.candidate in candidates])
     if not candidates:
         return ""
-    they = "1 measured candidate is" if len(candidates) == 1 else f"{len(candidates)} measured candidates are"
-    return f"{they} not in this call's space: what they taught counts, and they cannot win"
+    they, are = counted(len(candidates), "measured candidate"), "is" if len(candidates) == 1 else "are"
+    return f"{they} {are} not in this call's space: what they taught counts, and they cannot win"
 
 
 # -- retryable trials --------------------------------------------------------------------------------------------------
@@ -882,8 +836,6 @@ def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, O
 
 
 # -- observer ----------------------------------------------------------------------------------------------------------
-#
-# Observer of a search's progress.
 
 
 class Observer(Protocol):
@@ -905,14 +857,7 @@ class Observer(Protocol):
 class NullObserver:
     """Observer that ignores all events."""
 
-    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+    def trial_started(self, *event: Any, **named: Any) -> None:
         """Do nothing."""
 
-    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        """Do nothing."""
-
-    def print_line(self, text: str) -> None:
-        """Do nothing."""
-
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        """Do nothing."""
+    trial_finished = print_line = clock = trial_started

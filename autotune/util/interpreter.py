@@ -8,7 +8,6 @@ without any other: neither a rank nor its children see optuna, or another torch.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import json
@@ -20,9 +19,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.errors import UserError
 from autotune.util import inquiry
@@ -51,133 +50,65 @@ _ASK = (
 )
 
 
-class Interpreter(Protocol):
+@dataclass(frozen=True)
+class Interpreter:
     """A Python and its environment."""
 
-    @property
-    def path(self) -> str:
-        """The executable."""
-
-    @property
-    def python(self) -> tuple[int, ...]:
-        """Its version, (3, 12, 1)."""
+    answer: Mapping[str, Any] | None = field(default=None, hash=False)  # `inquiry.facts` there; None: the tuner's own
 
     @property
     def is_other(self) -> bool:
         """True if this Python differs from the tuner's own."""
+        return self.answer is not None
+
+    @property
+    def path(self) -> str:
+        """The executable."""
+        return str(self.answer["executable"]) if self.answer else sys.executable
+
+    @property
+    def python(self) -> str:
+        """Its version, like `3.12.1`."""
+        return str(self.answer["python"]) if self.answer else ".".join(map(str, sys.version_info[:3]))
 
     @property
     def cuda(self) -> str | None:
         """CUDA version for which its torch is built."""
+        return self.answer["cuda"] if self.answer else inquiry.cuda()
 
     @property
     def nccl(self) -> str | None:
         """NCCL version that came with its torch."""
-
-    def __hash__(self) -> int:
-        """Return a hash: interpreters are keys of caches."""
+        return self.answer["nccl"] if self.answer else inquiry.nccl()
 
     def version(self, package: str) -> str | None:
         """Return the version of one of `inquiry.PACKAGES`, or None if it is missing."""
+        return self.answer["versions"].get(package) if self.answer else inquiry.version(package)
 
     def has(self, module: str) -> bool:
         """Check that a top-level module can be imported."""
+        return _has(self.path, module) if self.answer else inquiry.has(module)
 
     def origin(self, module: str) -> str | None:
         """Return the file of a module, the current folder included, or None."""
+        return _query(self.path, "origin", module)[1] if self.answer else inquiry.origin(module)
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment, in which `python -m autotune.…` finds this package even if it is not installed."""
-
-
-@dataclass(frozen=True)
-class OwnInterpreter:
-    """The tuner's own Python."""
-
-    is_other = False
-
-    @property
-    def path(self) -> str:
-        """Return the path of the tuner's Python."""
-        return sys.executable
-
-    @property
-    def python(self) -> tuple[int, ...]:
-        """Return the version of the tuner's Python."""
-        return tuple(sys.version_info[:3])
-
-    @property
-    def cuda(self) -> str | None:
-        """Return the CUDA version of the installed torch, or None."""
-        return inquiry.cuda()
-
-    @property
-    def nccl(self) -> str | None:
-        """Return the NCCL version of the installed torch, or None."""
-        return inquiry.nccl()
-
-    def version(self, package: str) -> str | None:
-        """Return the version of a package, or None."""
-        return inquiry.version(package)
-
-    def has(self, module: str) -> bool:
-        """Return True if a module can be imported."""
-        return inquiry.has(module)
-
-    def origin(self, module: str) -> str | None:
-        """Return the file of a module, or None."""
-        return inquiry.origin(module)
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables of a process that imports autotune."""
         found = dict(os.environ)
-        # An installed package is found anyway. All of `site-packages` in PYTHONPATH would reach other Pythons that a script
-        # starts.
-        return found if _PACKAGE.parent.name in _INSTALLED else _with_path(found, _PACKAGE.parent)
-
-
-@dataclass(frozen=True)
-class OtherInterpreter:
-    """Another Python than the tuner's, as it answered."""
-
-    path: str
-    python: tuple[int, ...]
-    prefix: str
-    versions: Mapping[str, str]
-    cuda: str | None
-    nccl: str | None
-
-    is_other = True
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
-    def version(self, package: str) -> str | None:
-        """Return the version of a package, or None."""
-        return self.versions.get(package)
-
-    @functools.cache  # noqa: B019  # there are one or two a process
-    def has(self, module: str) -> bool:
-        """Return True if the other Python can import a module."""
-        return bool(_query(self.path, "has", module)[1])
-
-    def origin(self, module: str) -> str | None:
-        """Return the file of a module in the other Python, or None."""
-        found = _query(self.path, "origin", module)[1]
-        return str(found) if found else None
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables of a process of the other Python that imports autotune."""
-        found = _with_path(dict(os.environ), _package_alone())
+        if not self.answer:
+            # An installed package is found anyway. All of `site-packages` in PYTHONPATH would reach other Pythons that a
+            # script starts.
+            return found if _PACKAGE.parent.name in _INSTALLED else _with_path(found, _PACKAGE.parent)
         own = found.get("VIRTUAL_ENV")
         if own and Path(own).resolve() == Path(sys.prefix).resolve():  # the tuner's environment is not the ranks'
             del found["VIRTUAL_ENV"]
         if (nvml := inquiry.origin("pynvml")) is not None:
             found[NVML_FILE] = nvml
-        return found
+        return _with_path(found, _package_alone())
 
 
-OWN = OwnInterpreter()
+OWN = Interpreter()
 
 
 def other_python(interpreter: Interpreter) -> str | None:
@@ -252,12 +183,10 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     if found is None:
         least = ".".join(map(str, LEAST_PYTHON))
         raise UserError(f"{label} is Python {version}: expected {least} or newer")
-    python = tuple(int(part) for part in version.split("."))
-    # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
-    path = found["executable"] or executable
-    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == OWN.python:
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and version == OWN.python:
         return OWN
-    return OtherInterpreter(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
+    # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
+    return Interpreter({**found, "executable": found["executable"] or executable, "python": version})
 
 
 def _executable(typed: str, label: str) -> str:
@@ -286,6 +215,11 @@ class _QueryFailed(Exception):
     """Failure of an interpreter to answer; the message describes it."""
 
 
+@functools.cache
+def _has(executable: str, module: str) -> bool:
+    return bool(_query(executable, "has", module)[1])
+
+
 def _query(executable: str, *question: str) -> tuple[str, Any]:
     """Return (version, answer of `inquiry`); the answer is None if the Python is too old.
 
@@ -299,10 +233,9 @@ def _query(executable: str, *question: str) -> tuple[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            encoding="utf-8",
         )
     except OSError as error:
         raise _QueryFailed(f"it cannot be run ({error.strerror})") from None
@@ -323,7 +256,7 @@ def _query(executable: str, *question: str) -> tuple[str, Any]:
     version = lines[at].removeprefix("PYTHON ")
     if tuple(int(part) for part in version.split(".")) < LEAST_PYTHON:
         return version, None
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         return version, json.loads(lines[-1])
     raise _QueryFailed(f"it fails ({(err.strip().splitlines() or [f'exit status {process.returncode}'])[-1][:160]})")
 

@@ -18,9 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# -- linux -------------------------------------------------------------------------------------------------------------
-#
-# Kernel interface for memory and processes, in the standard library alone.
+# -- memory and processes ----------------------------------------------------------------------------------------------
 #
 # The tuner uses psutil for more than this. Ranks, the fork server and the tracer run in the user's training
 # environment, which need not have psutil, and use this module.
@@ -81,6 +79,11 @@ def _plugged_bytes(folder: Path, links: int) -> int:
     )
 
 
+def data_bytes(pid: int | str) -> int:
+    """Return the bytes of a process that RLIMIT_DATA counts, from /proc/PID/statm."""
+    return int(_text(f"/proc/{pid}/statm").split()[5]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def boot_id() -> str:
     """Return an id of this boot of this machine, equal in all its containers; empty if the kernel gives none."""
     with suppress(OSError):
@@ -88,12 +91,17 @@ def boot_id() -> str:
     return ""
 
 
+def _stat(pid: int) -> list[str]:
+    """Return the fields of a process from its state on, the third: proc_pid_stat(5). Empty once it has ended."""
+    with suppress(OSError):
+        fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return fields if fields and fields[0] not in _DEAD else []
+    return []
+
+
 def pid_is_alive(pid: int) -> bool:
     """Check that a process exists and has not ended."""
-    try:
-        return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in _DEAD
-    except (OSError, IndexError):
-        return False
+    return bool(_stat(pid))
 
 
 def has_signal_handler(pid: int, number: signal.Signals) -> bool:
@@ -110,11 +118,7 @@ def started_at(pid: int) -> int:
 
     Together with the process id it identifies a process, since ids are reused.
     """
-    try:
-        state, *fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        return 0 if state in _DEAD else int(fields[18])  # field 22: proc_pid_stat(5)
-    except (OSError, IndexError, ValueError):
-        return 0
+    return int(fields[19]) if (fields := _stat(pid)) else 0
 
 
 def name_of(pid: int) -> str | None:
@@ -145,10 +149,8 @@ def descendants(*pids: int) -> list[int]:
     """Return the ids of all running descendants of these processes; /proc is read once."""
     children: dict[int, list[int]] = {}
     for one in _pids():
-        with suppress(OSError, IndexError, ValueError):
-            state, parent = _text(f"/proc/{one}/stat").rpartition(")")[2].split()[:2]
-            if state not in _DEAD:
-                children.setdefault(int(parent), []).append(one)
+        if fields := _stat(one):
+            children.setdefault(int(fields[1]), []).append(one)
     found = [child for pid in dict.fromkeys(pids) for child in children.get(pid, ())]
     for one in found:  # the list grows during the loop
         found += children.get(one, ())
@@ -236,7 +238,7 @@ def _shared_with_parent() -> list[tuple[int, int]]:
 
 # -- mounts and limits -------------------------------------------------------------------------------------------------
 #
-# Bindings of system calls that Python's standard library lacks. Each raises OSError with the kernel's reason.
+# System calls that the standard library lacks. Each raises OSError with the kernel's reason.
 
 BIND, RECURSIVE, READ_ONLY = 0x1000, 0x4000, 1  # mount(2)
 _NO_DEVICE, _REMOUNT, _PRIVATE, _DETACH = 4, 32, 0x40000, 2  # mount(2), umount2(2)
@@ -271,8 +273,6 @@ def make_read_only(at: str, *, recursive: bool = False, devices: bool = True) ->
     """Make the mount at a path read-only. mount_setattr(2), or mount(2) before Linux 5.12.
 
     Args:
-        at: the path.
-        recursive: include all mounts below it.
         devices: devices can be opened, and written to.
     """
     set_, flags = READ_ONLY | (0 if devices else _NO_DEVICE), _AT_RECURSIVE if recursive else 0
@@ -433,9 +433,6 @@ def machine_devices(folder: str = "/dev") -> list[str]:
 
     These are block devices, and character devices that neither every user nor a group without disks may write to, such as
     SCSI and NVMe commands, /dev/mem, /dev/kmsg and watchdogs. Devices of trainings are open to other users.
-
-    Args:
-        folder: folder of the devices.
     """
     found = {}
     for device, state in _devices(folder):
@@ -467,9 +464,6 @@ def make_cuda_device(devices: str = "/dev") -> None:
     """Load the driver's module for CUDA if no process has used CUDA since the machine has started.
 
     CUDA itself starts this program at its first use, and no process may load a module or make a device file in a sandbox.
-
-    Args:
-        devices: folder of the device files.
     """
     if os.path.exists(f"{devices}/nvidiactl") and not os.path.exists(f"{devices}/nvidia-uvm"):
         with suppress(OSError, subprocess.SubprocessError):
@@ -588,10 +582,6 @@ def ignore_attribute_changes() -> None:
 
 
 # -- descendant cleanup ------------------------------------------------------------------------------------------------
-#
-# Kill all descendants (compilers) when a build process is terminated.
-#
-# Compilers would otherwise run to their end. The module runs in ranks too, so it uses `autotune.util.linux`.
 
 BUILD_GRACE_SECONDS = 0.2  # seconds between SIGTERM, at which a compiler removes its temporary files, and SIGKILL
 _LOOK_SECONDS = 0.02
@@ -599,7 +589,10 @@ _LOOK_SECONDS = 0.02
 
 @contextmanager
 def terminate_with_descendants() -> Iterator[None]:
-    """Terminate this process with all its descendants at SIGTERM, or when the parent dies."""
+    """Terminate this process with all its descendants at SIGTERM, or when the parent dies.
+
+    The compilers of a build would otherwise run to their end.
+    """
     adopt_orphans()  # descendants of a dead child are found too
     before = signal.signal(signal.SIGTERM, _leave_with_all)
     die_with_parent(os.getppid(), signal.SIGTERM)

@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.outcome import Limit, OutcomeKind, Phase, Source
+from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Phase, Source
 from autotune.util.units import GIB, KIB, MIB, format_bytes
 from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
 # -- failure kind ------------------------------------------------------------------------------------------------------
 #
-# Classify a failure from evidence: exception type first, then exit status and signal, counters, text last.
-#
-# Memory figures (`failure_classifier.py`) decide ambiguous texts (`failure_classifier.py`).
+# Exception type first, then exit status and signal, counters, text last. Memory figures decide ambiguous texts.
 
 
 @dataclass
@@ -36,21 +34,6 @@ class FailureEvidence:
     capacity_bytes: int = 0  # bytes of the device available to a rank; 0 if unknown
     logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
     unreachable: str = ""  # name of a lost machine, and how it was lost
-
-
-@dataclass(frozen=True)
-class FailureVerdict:
-    """Cause of a failure, with its evidence and source."""
-
-    kind: OutcomeKind
-    phase: Phase
-    reason: str
-    evidence: str
-    source: Source
-    rank: int | None = None
-    missing_bytes: int | None = None
-    signal: int | None = None  # signal that ended the rank
-    exceptions: tuple[str, ...] = ()  # as in an Outcome
 
 
 _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
@@ -73,39 +56,28 @@ UNEQUAL_COLLECTIVES = (
 _MISMATCH = "collective mismatch"  # gloo's words
 
 
-def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
+def classify_failure(evidence: FailureEvidence) -> Outcome:
     """Return the class of a failed trial, and the evidence that decided it."""
-    if evidence.unreachable:  # the lost ranks and those that waited for them say nothing of the candidate
-        why = "the stream of that machine's agent"
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.unreachable, why, Source.NODE)
-    if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
-        why = f"NVML: {evidence.peaks.lost}"
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
+
+    def verdict(kind: OutcomeKind, source: Source, reason: str, why: str) -> Outcome:
+        return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=source)
+
+    if lost := evidence.unreachable:  # the lost ranks and those that waited for them say nothing of the candidate
+        return verdict(OutcomeKind.INFRASTRUCTURE, Source.NODE, lost, "the stream of that machine's agent")
+    if lost := evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
+        return verdict(OutcomeKind.INFRASTRUCTURE, Source.DEVICE, lost, f"NVML: {lost}")
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
-        verdicts = [(_weight(error, verdict := _classify_error(error, evidence)), verdict) for error in evidence.errors]
+        verdicts = [(_weight(error, found := _classify_error(error, evidence)), found) for error in evidence.errors]
         return min(verdicts, key=lambda weighed: weighed[0])[1]
-    for rank, status in sorted(evidence.statuses.items()):
-        if status < 0:
-            return _classify_signal(rank, -status, evidence)
-    if evidence.timed_out:
-        return FailureVerdict(
-            OutcomeKind.TIMEOUT,
-            evidence.phase,
-            f"no rank got on: {evidence.timed_out}",
-            f"deadline: {evidence.timed_out}",
-            Source.SILENCE,
-        )
-    for rank, status in sorted(evidence.statuses.items()):
-        if status != 0:
-            return _classify_status(rank, status, evidence)
-    return FailureVerdict(
-        OutcomeKind.CRASH,
-        evidence.phase,
-        "the ranks ended without a result",
-        "channel closed, exit status 0",
-        Source.EXIT,
-    )
+    if dead:
+        return _classify_signal(min(dead), -evidence.statuses[min(dead)], evidence)
+    if late := evidence.timed_out:
+        return verdict(OutcomeKind.TIMEOUT, Source.SILENCE, f"no rank got on: {late}", f"deadline: {late}")
+    if failed := [rank for rank, status in evidence.statuses.items() if status]:
+        return _classify_status(min(failed), evidence.statuses[min(failed)], evidence)
+    why = "channel closed, exit status 0"
+    return verdict(OutcomeKind.CRASH, Source.EXIT, "the ranks ended without a result", why)
 
 
 # Errors of the kernel by which a limit shows. Native libraries and child processes print its texts.
@@ -151,7 +123,7 @@ def is_secondary(error: dict[str, Any]) -> bool:
     return is_peer_gone(error.get("text", ""))
 
 
-def _weight(error: dict[str, Any], verdict: FailureVerdict) -> tuple[int, int]:
+def _weight(error: dict[str, Any], verdict: Outcome) -> tuple[int, int]:
     secondary = is_secondary(error) and verdict.kind in (OutcomeKind.CRASH, OutcomeKind.INFRASTRUCTURE)
     return (len(_ORDER) if secondary else _ORDER.index(verdict.kind), verdict.rank or 0)
 
@@ -165,21 +137,29 @@ def is_memory_error(error: dict[str, Any], device: str) -> bool:
     return kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
 
 
-def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdict:
+def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Outcome:
     type_names = tuple(error.get("kinds") or ())
     name, text = type_names[0] if type_names else "Exception", error.get("text", "")
     snapshot = MemorySnapshot.of(text, error.get("numbers"))
     kind, why = _class_of_error(error, FailureContext(evidence.device, snapshot, _is_host_full(evidence, snapshot)))
-    if kind is OutcomeKind.OOM_DEVICE:
-        kind, why = _unless_gpu_contention(kind, why, snapshot, evidence.peaks)
+    if kind is OutcomeKind.OOM_DEVICE and (taken := _gpu_contention(snapshot, evidence.peaks)):
+        kind, why = OutcomeKind.GPU_CONTENTION, f"{why}; {taken}"
     if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}{f' ({UNEQUAL_COLLECTIVES})' * (_MISMATCH in text)}"
     if kind is OutcomeKind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
-    phase, rank = _phase(error.get("phase")), error.get("rank")
-    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=type_names)
+    return Outcome(
+        kind,
+        _phase(error.get("phase")),
+        reason=reason,
+        evidence=why,
+        exceptions=type_names,
+        source=Source.EXCEPTION,
+        missing_bytes=missing,
+        rank=error.get("rank"),
+    )
 
 
 def _class_of_error(error: dict[str, Any], context: FailureContext) -> tuple[OutcomeKind, str]:
@@ -209,19 +189,14 @@ def _class_of_error(error: dict[str, Any], context: FailureContext) -> tuple[Out
     return (found[0], by_text) if found else (OutcomeKind.CRASH, by_type)
 
 
-def _unless_gpu_contention(
-    kind: OutcomeKind, why: str, snapshot: MemorySnapshot, peaks: MemoryPeaks
-) -> tuple[OutcomeKind, str]:
-    """Return GPU_CONTENTION if another process took enough device memory for the failure, or holds most of the device."""
+def _gpu_contention(snapshot: MemorySnapshot, peaks: MemoryPeaks) -> str:
+    """Describe other processes that took enough device memory for the failure, or hold most of the device."""
     capped = snapshot.under_cap is not None and snapshot.under_cap < (snapshot.free or 0)
     if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (snapshot.missing or 0):
-        return (
-            OutcomeKind.GPU_CONTENTION,
-            f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile",
-        )
+        return f"NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
     if others := snapshot.held_by_others:
-        return OutcomeKind.GPU_CONTENTION, f"{why}; other processes hold {format_bytes(others)} of the device"
-    return kind, why
+        return f"other processes hold {format_bytes(others)} of the device"
+    return ""
 
 
 def _is_host_full(evidence: FailureEvidence, snapshot: MemorySnapshot) -> bool:
@@ -229,17 +204,16 @@ def _is_host_full(evidence: FailureEvidence, snapshot: MemorySnapshot) -> bool:
     return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
 
 
-def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> FailureVerdict:
+def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Outcome:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
-    def verdict(kind: OutcomeKind, reason: str, why: str) -> FailureVerdict:
-        return FailureVerdict(kind, evidence.phase, reason, why, Source.SIGNAL, rank, signal=number)
+    def verdict(kind: OutcomeKind, reason: str, why: str) -> Outcome:
+        return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=Source.SIGNAL, rank=rank)
 
     if number == signal.SIGKILL:
         if evidence.peaks.oom_kills > 0:
-            return verdict(
-                OutcomeKind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
-            )
+            why = "SIGKILL, oom_kill counter rose"
+            return verdict(OutcomeKind.OOM_HOST, "killed by the kernel for want of main memory", why)
         if _is_host_full(evidence, MemorySnapshot()):
             why = f"SIGKILL with {format_bytes(evidence.peaks.host_low)} of main memory left"
             return verdict(OutcomeKind.OOM_HOST, "killed, with main memory used up", why)
@@ -257,21 +231,13 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Failu
     return verdict(OutcomeKind.CRASH, f"died by {name}", name)
 
 
-def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
+def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> Outcome:
     tail = evidence.logs.get(rank, "")
     found = classify_text(tail, _context(evidence))
-    if found:
-        return FailureVerdict(
-            found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
-        )
-    return FailureVerdict(
-        OutcomeKind.CRASH,
-        evidence.phase,
-        _last_line(tail) or f"exit status {status}",
-        f"exit {status}",
-        Source.EXIT,
-        rank,
-    )
+    kind = found[0] if found else OutcomeKind.CRASH
+    why = f"exit {status}, log text {found[1]!r}" if found else f"exit {status}"
+    reason = _last_line(tail) or f"exit status {status}"
+    return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=Source.EXIT, rank=rank)
 
 
 def _context(evidence: FailureEvidence) -> FailureContext:
@@ -302,8 +268,6 @@ def log_tail(path: Path, limit_bytes: int = 16384) -> str:
 
 
 # -- memory accounting -------------------------------------------------------------------------------------------------
-#
-# Memory snapshot at a rank's failure, from the allocator's error text and the rank's own figures.
 
 _FULL = 0.02  # share of a device free below which handles and communicators (tens to hundreds of MiB) may not fit
 _ROOMY = 0.10  # share of a device free above which no handle fails for lack of memory
@@ -357,10 +321,9 @@ class MemorySnapshot:
     def of(cls, text: str, numbers: dict[str, Any] | None = None) -> MemorySnapshot:
         """Build from an error's text, which is closer to the failure and wins, and from `rank.base.collect`."""
         counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
-        allocated, unallocated = _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
         reserved = _find(_RESERVED, text)
-        if reserved is None and allocated is not None:
-            reserved = allocated + (unallocated or 0)
+        if reserved is None and (allocated := _find(_ALLOCATED, text)) is not None:
+            reserved = allocated + (_find(_UNALLOCATED, text) or 0)
         said = {
             "asked": next((size for pattern in _ASKED if (size := _find(pattern, text)) is not None), None),
             "free": _find(_FREE, text),
@@ -393,17 +356,12 @@ class MemorySnapshot:
     @property
     def is_full(self) -> bool:
         """True if the device has almost nothing free."""
-        return self.free is not None and bool(self.total) and self.free < _FULL * (self.total or 0)
+        return self.free is not None and self.total is not None and self.free < _FULL * self.total
 
     @property
     def is_roomy(self) -> bool:
         """True if the device has so much free that no small allocation can have failed."""
         return self.free is not None and bool(self.total) and self.free > _ROOMY * (self.total or 0)
-
-    @property
-    def pins_much(self) -> bool:
-        """Return True if the rank has pinned so much host memory that it may cause an OOM."""
-        return (self.pinned or 0) >= _MUCH_PINNED_BYTES
 
     @property
     def held_by_others(self) -> int | None:
@@ -451,8 +409,6 @@ def _find(pattern: re.Pattern[str], text: str) -> int | None:
 
 # -- failure texts -----------------------------------------------------------------------------------------------------
 #
-# Texts of failures that libraries print, with the outcome class of each.
-#
 # The first match decides, so certain texts precede general ones. The patterns come from real failures, which
 # `tests/data/failures.yaml` lists with their threads.
 
@@ -480,32 +436,20 @@ def _allocation(context: FailureContext) -> OutcomeKind:
     torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
     are small.
     """
-    if context.snapshot.is_roomy and (context.snapshot.pins_much or context.host_is_full):
+    pins_much = (context.snapshot.pinned or 0) >= _MUCH_PINNED_BYTES
+    if context.snapshot.is_roomy and (pins_much or context.host_is_full):
         return OutcomeKind.OOM_HOST
     return OutcomeKind.OOM_DEVICE
 
 
-def _mapping(context: FailureContext) -> OutcomeKind:
-    """Classify a failure of the driver's virtual memory (`expandable_segments`).
-
-    torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
-    """
-    return OutcomeKind.INFRASTRUCTURE if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
+def _if_roomy(kind: OutcomeKind) -> Callable[[FailureContext], OutcomeKind]:
+    """Return `kind` if the device has memory, and otherwise an OOM."""
+    return lambda context: kind if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _handle(context: FailureContext) -> OutcomeKind:
-    """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
-    return OutcomeKind.CRASH if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
-
-
-def _internal(context: FailureContext) -> OutcomeKind:
-    """Classify a library's internal error, which a full device explains."""
-    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.CRASH
-
-
-def _communicator(context: FailureContext) -> OutcomeKind:
-    """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
-    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.INFRASTRUCTURE
+def _unless_full(kind: OutcomeKind) -> Callable[[FailureContext], OutcomeKind]:
+    """Return `kind` unless a full device explains the failure."""
+    return lambda context: OutcomeKind.OOM_DEVICE if context.snapshot.is_full else kind
 
 
 def _lost(context: FailureContext) -> OutcomeKind | None:
@@ -515,9 +459,8 @@ def _lost(context: FailureContext) -> OutcomeKind | None:
 
 @dataclass(frozen=True)
 class FailurePattern:
-    """Pattern of one failure text."""
+    """Pattern of one failure text. If `points_to` returns None, the search continues with the next pattern."""
 
-    # None makes the search continue with the next pattern
     points_to: OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
     text: re.Pattern[str]
     frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
@@ -596,7 +539,9 @@ _PATTERNS = (
         r"NCCL WARN.{0,200}out of memory|Cuda failure[^\n]{0,20}out of memory|Failed to CUDA (?:m|c)alloc",
         r"unhandled cuda error.{0,400}out of memory",
     ),
-    *_patterns(_mapping, r"(?:CUDA|HIP) driver error: out of memory"),
+    # The driver's virtual memory (`expandable_segments`), of which some machines (Jetson, vGPU, WSL) have too little or
+    # none. torch prints another text when the device is full.
+    *_patterns(_if_roomy(OutcomeKind.INFRASTRUCTURE), r"(?:CUDA|HIP) driver error: out of memory"),
     *_patterns(
         _allocation,
         r"(?:CUDA|HIP)(?: runtime)? error[^\n]{0,200}out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
@@ -619,12 +564,15 @@ _PATTERNS = (
         r"subprocesses has abruptly died|exit ?code:? (?:-9|137)\b|exit(?:ed with)? status 137|signal 9\b|SIGKILL",
     ),
     *_patterns(
-        _handle,
+        _if_roomy(OutcomeKind.CRASH),  # no handle: an OOM, or a consequence of a failed kernel
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_STATUS_NOT_INITIALIZED",
         r"when calling `?(?:cublas|cusolver|cudnn|cusparse)\w*Create",
         r"unable to find an engine to execute|valid (?:cuDNN|convolution) algorithm",
     ),
-    *_patterns(_internal, r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)"),
+    *_patterns(
+        _unless_full(OutcomeKind.CRASH),
+        r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)",
+    ),
     *_patterns(
         OutcomeKind.INFRASTRUCTURE,
         r"Address already in use|EADDRINUSE",
@@ -639,7 +587,7 @@ _PATTERNS = (
         r"couldn't connect to .{0,3}https?:|Max retries exceeded with url|HTTPSConnectionPool",
     ),
     *_patterns(
-        _communicator,
+        _unless_full(OutcomeKind.INFRASTRUCTURE),  # NCCL's buffers (0.2-1.5 GiB) are outside torch's allocator
         r"nccl(?:System|Internal|Remote|UnhandledCuda)Error|NCCL error|NCCL WARN",
         r"unhandled (?:cuda|system) error",
     ),

@@ -31,7 +31,6 @@ def lock_gpus(hardware: Hardware, who: str, print_line: Callable[[str], None]) -
 
     Args:
         who: name of the holder in messages of other processes: `study NAME`.
-        print_line: called with a line for people.
 
     Raises:
         UserError: another autotune process holds one of the GPUs.

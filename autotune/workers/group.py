@@ -24,10 +24,6 @@ from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
 from autotune.workers.protocol import Message
 
 # -- group -------------------------------------------------------------------------------------------------------------
-#
-# Parent's view of a worker group: start the ranks together, receive their messages, and end them as a whole.
-#
-# Trials and trainings differ in their time limits and in the ends that they allow. Both are in their Policy.
 
 T = TypeVar("T")
 
@@ -130,23 +126,19 @@ class WorkerGroup:
         common = {**spec, "world": world}
         if len(self._hosts) > 1:
             return self._send_specs_to_hosts(common, logs, deadline)
-        self._send_specs(self._hosts[0], common, logs)
+        self._hosts[0].send_specs(common, logs)
         return stop
-
-    def _send_specs(self, host: HostWorkers, spec: Message, logs: Path | None) -> None:
-        host.send_specs(spec, logs)
-        host.begin([self._rank_pids[rank] for rank in host.numbers])
 
     def _send_specs_to_hosts(self, common: Message, logs: Path | None, deadline: float) -> WatchEnd:
         """Send the specs to several machines: the first rank opens the store, then the other machines follow."""
         first, *others = self._hosts
         store = {"host": self._store_host, "token": uuid.uuid4().hex}
-        self._send_specs(first, {**common, "store": {**store, "port": None}}, logs)
+        first.send_specs({**common, "store": {**store, "port": None}}, logs)
         stop = self.watch(lambda: self._rendezvous is not None, deadline)
         if stop is WatchEnd.ARRIVED and self._rendezvous is not None:
             found = {"store": {**store, "port": self._rendezvous["port"]}, "port": self._rendezvous["scripts_port"]}
             for host in others:
-                self._send_specs(host, {**common, **found}, logs)
+                host.send_specs({**common, **found}, logs)
         return stop
 
     @property
@@ -186,18 +178,14 @@ class WorkerGroup:
                 return WatchEnd.ARRIVED
             if self._has_lost_rank():
                 self._receive(0.0)  # its last message may have arrived in between
-            if (
-                self.errors
-                or self._has_lost_rank()
-                or any(host.lost_device or host.unreachable for host in self._hosts)
-            ):
+            has_lost_part = any(host.lost_device or host.unreachable for host in self._hosts)
+            if self.errors or has_lost_part or self._has_lost_rank():
                 self.failed_at = time.monotonic()
                 return WatchEnd.FAILED
 
     def _check_progress(self) -> bool:
         """Return True if silent ranks compute, read or write."""
-        alive = self._on_all_hosts(lambda host: host.is_progressing(self._waiting))
-        return any(alive)
+        return any(self._on_all_hosts(lambda host: host.is_progressing(self._waiting)))
 
     @property
     def compiles(self) -> bool:
@@ -325,9 +313,8 @@ class WorkerGroup:
         if self.errors and self.errors[0].get("phase") in set(Phase):
             phase = Phase(self.errors[0]["phase"])
         for error in self.errors:
-            attribute_hidden_usage(
-                peaks, error.get("numbers") or {}, self._bytes_outside_allocator.get(error.get("rank", -1))
-            )
+            outside = self._bytes_outside_allocator.get(error.get("rank", -1))
+            attribute_hidden_usage(peaks, error.get("numbers") or {}, outside)
         return FailureEvidence(
             self._hardware.device,
             self.errors,
@@ -425,8 +412,6 @@ class WorkerGroup:
 
 
 # -- group policy ------------------------------------------------------------------------------------------------------
-#
-# Time limits for a worker group, and the reasons for which a watch ends.
 
 _LAPSE_SECONDS = 5.0  # seconds; a normal turn of the watch loop takes tenths of a second
 
@@ -443,33 +428,21 @@ class WatchEnd(StrEnum):
 
 @dataclass(frozen=True)
 class GroupPolicy:
-    """Differences between the ranks of a trial and those of a training.
+    """Differences between the ranks of a trial and those of a training."""
 
-    Args:
-        hello_seconds: limit for all ranks to start and connect.
-        silence_seconds: limit without a heartbeat per phase. A heartbeat is a message, progress of the main thread, or
-            computing, reading or writing.
-        settle_seconds: wait after the first failure, because a peer's consequential error may arrive before the cause.
-        may_exit: True if a rank may end by itself with exit code 0. A trial's ranks wait for the order.
-    """
-
-    hello_seconds: float
+    hello_seconds: float  # limit for all ranks to start and connect
+    # Limit without a heartbeat per phase: a message, progress of the main thread, or computing, reading or writing.
     silence_seconds: Callable[[Phase], float]
-    settle_seconds: float
-    may_exit: bool
+    settle_seconds: float  # wait after the first failure: a peer's consequential error may arrive before the cause
+    may_exit: bool  # a rank may end by itself with exit code 0; a trial's ranks wait for the order
 
 
 class SilenceTimer:
     """Time without a heartbeat, in a loop that marks its turns.
 
     A loop that stands still was suspended itself, usually with its ranks (`scontrol suspend`, `docker pause`). The
-    suspended time does not count.
-
-    Attributes:
-        now: start of this turn. All times are on the monotonic clock.
-        began: start of the loop.
-        last_alive: last heartbeat of a rank.
-        last_look: last check of silent ranks.
+    suspended time does not count. All times are on the monotonic clock; `now` is the start of a turn, and `last_check`
+    the last check of silent ranks.
     """
 
     def __init__(self) -> None:

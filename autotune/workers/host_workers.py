@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
@@ -31,8 +30,6 @@ from autotune.workers.protocol import Channel, Message
 
 # -- host workers ------------------------------------------------------------------------------------------------------
 #
-# Host workers: ranks of a group on one machine, with their start, messages, memory monitor and end.
-#
 # A group has one `HostWorkers` per machine. `LocalWorkers` serves this machine. For another machine, the
 # same class runs in that machine's agent behind a stream (`executors/cluster`).
 
@@ -41,14 +38,9 @@ class HostWorkers(Protocol):
     """Ranks of one group on one machine. Rank numbers are those of the whole group."""
 
     numbers: Sequence[int]
-
-    @property
-    def home(self) -> Path:
-        """Folder of this group only; an empty path for another machine."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of its ranks from the machine's launcher, in rank order."""
+    home: Path  # folder of this group only; an empty path for another machine
+    pids: list[int]  # process ids of its ranks from the machine's launcher, in rank order
+    waited_seconds: float  # of waiting for other processes to leave the devices
 
     def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Launch ranks that run module `entry`, once the devices have enough free memory.
@@ -59,10 +51,6 @@ class HostWorkers(Protocol):
             OSError: the machine refuses to start them, or a GPU does not answer.
         """
 
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds of waiting for other processes to leave the devices."""
-
     def sources(self) -> list[Any]:
         """Return the sources that become readable when messages arrive."""
 
@@ -70,10 +58,7 @@ class HostWorkers(Protocol):
         """Return the ranks' new messages with their rank, `hello` included."""
 
     def send_specs(self, spec: Message, logs: Path | None) -> None:
-        """Send each rank its spec, once all have sent hello: the common fields and its own."""
-
-    def begin(self, workers: Sequence[int]) -> None:
-        """Start the memory monitor with the ranks' own process ids."""
+        """Send each rank its spec, once all have sent hello: the common fields and its own. Start the memory monitor."""
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send a message to every rank."""
@@ -124,16 +109,11 @@ class HostWorkers(Protocol):
 
 @dataclass(frozen=True)
 class MultiHostLaunch:
-    """Several machines over which a group's ranks are spread evenly.
+    """Several machines over which a group's ranks are spread evenly."""
 
-    Args:
-        make_workers: makes the workers of each machine, in order. Arguments: True if memory is sampled continuously, and a
-            function for lines for people.
-        store_host: address of the first machine, at which all others reach the rendezvous.
-    """
-
+    # Make the workers of each machine, in order: `memory is sampled continuously`, and a function for lines for people.
     make_workers: Callable[[bool, Callable[[str], None]], list[HostWorkers]]
-    store_host: str
+    store_host: str  # address of the first machine, at which all others reach the rendezvous
 
 
 class LocalWorkers:
@@ -175,20 +155,11 @@ class LocalWorkers:
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        entry: str,
-        numbers: Sequence[int],
-        *,
-        deadline: float = math.inf,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Wait for free memory, then start the ranks."""
         self.numbers = numbers
         if self._meter is not None:
-            self.waited_seconds = wait_for_free_memory(
-                self._meter, self._print_line, deadline=deadline, cancelled=cancelled
-            )
+            self.waited_seconds = wait_for_free_memory(self._meter, self._print_line, deadline, cancelled)
         address = str(self.home / "home.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -205,11 +176,8 @@ class LocalWorkers:
         for local, rank in enumerate(self.numbers):
             log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
             self._channels[rank].send("spec", **{**own, **spec, "rank": rank, "local_rank": local, "log": log})
-
-    def begin(self, workers: Sequence[int]) -> None:
-        """Start to sample the memory of the workers."""
         if self._meter is not None:
-            self._monitor = MemoryMonitor(self._meter, list(workers))
+            self._monitor = MemoryMonitor(self._meter, [self._rank_pids[rank] for rank in self.numbers])
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -293,14 +261,13 @@ class LocalWorkers:
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the ranks, and the kernel's OOM kills since the launch."""
-        peaks = self._monitor.look() if self._monitor is not None else self._memory_now()
+        if self._monitor is not None:
+            peaks = self._monitor.look()
+        else:
+            peaks = MemoryPeaks(used=[0] * len(self.pids), host_low=host_available_bytes())
+            with suppress(Exception):  # a GPU may answer late while a process dies
+                self._any_meter.sample(list(self._known_pids().values()), peaks)
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
-        return peaks
-
-    def _memory_now(self) -> MemoryPeaks:
-        peaks = MemoryPeaks(used=[0] * len(self.pids), host_low=host_available_bytes())
-        with suppress(Exception):  # a GPU may answer late while a process dies
-            self._any_meter.sample(list(self._known_pids().values()), peaks)
         return peaks
 
     def reset_peaks(self) -> None:
@@ -310,30 +277,24 @@ class LocalWorkers:
 
     def log_tails(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log."""
-        return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
-
-    def log_of(self, rank: int, greeted: bool) -> Path | None:
-        """Return the log that the rank wrote last."""
-        return self._logs / f"rank{rank}.log" if greeted and self._logs is not None else self._launcher.log
+        if greeted and self._logs is not None:
+            return {rank: log_tail(self._logs / f"rank{rank}.log") for rank in self.numbers}
+        return {rank: log_tail(self._launcher.log) for rank in self.numbers if self._launcher.log is not None}
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def _notify(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        for rank, pid in zip(self.numbers, self.pids, strict=False):
-            own = self._rank_pids.get(rank, pid)
+    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Send a signal to ranks; notices go to their scripts only."""
+        if number not in NOTICES:
+            self._signalled = True
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            return
+        for pid, own in zip(self.pids, self._known_pids().values(), strict=False):
             if pid in pids and has_signal_handler(own, number):
                 with suppress(ProcessLookupError):
                     os.kill(own, number)
-
-    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        """Send a signal to ranks; notices go to their scripts only."""
-        if number in NOTICES:
-            self._notify(number, pids)
-            return
-        self._signalled = True
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, number)
 
     def end(self, *, done: bool) -> None:
         """Stop sampling, kill the ranks that are left, and close all connections."""
@@ -365,8 +326,6 @@ def _free_port() -> int:
 
 
 # -- wait for free memory ----------------------------------------------------------------------------------------------
-#
-# Wait between two groups until the devices regain memory from ended ranks and from other processes.
 
 RELEASED_MEMORY_SECONDS = 10.0  # limit for a device's memory to return after the last rank
 FREE_MEMORY_SECONDS = 30.0  # limit for other processes to release memory taken since the study began; awaited once
@@ -374,7 +333,7 @@ _POLL_SECONDS = 0.05
 
 
 def wait_for_free_memory(
-    meter: Meter, print_line: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
+    meter: Meter, print_line: Callable[[str], None], deadline: float, cancelled: Callable[[], bool]
 ) -> float:
     """Wait until the devices have as much free memory as when the study began.
 
@@ -414,8 +373,6 @@ def wait_for_released_memory(meter: Meter, print_line: Callable[[str], None]) ->
 
 
 # -- liveness ----------------------------------------------------------------------------------------------------------
-#
-# Check if silent processes are alive: computing, reading and writing of the processes and their children.
 
 _ANSWER_SECONDS = 0.5  # a driver answers within milliseconds
 LEAST_CPU_SHARE = 0.05  # share of one core; idle ranks with their helper threads stay far below

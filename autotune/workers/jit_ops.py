@@ -25,8 +25,6 @@ from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 #
-# Load DeepSpeed's JIT ops, and build those that this environment lacks.
-#
 # torch guards every build by a lock file and waits for it without limit. A killed build leaves its lock, and then every
 # process that needs the op hangs: training, DeepSpeed's own tuner, `ds_report`.
 #
@@ -50,7 +48,8 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
         began = time.monotonic()
         try:
             builder = get_accelerator().create_op_builder(name)
-            if builder is None or not _wanted(name, builder):
+            # CPU ranks do without shared memory on unsupported machines
+            if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(False)):
                 continue
             built = _load(name, builder, folder, report)
             report(op=name, state="done", built=built, seconds=time.monotonic() - began)
@@ -61,25 +60,20 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
     return failed
 
 
-def _wanted(name: str, builder: Any) -> bool:
-    """Return True if DeepSpeed would load the op: CPU ranks do without shared memory on unsupported machines."""
-    return name != "ShareMemCommBuilder" or bool(builder.is_compatible(False))
-
-
 def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bool:
     """Load an op. Return True if this process, or another one during the wait, has built it."""
     if _is_prebuilt(builder.name):
         builder.load(verbose=False)
         return False
     library = folder / builder.name / f"{builder.name}.so"
-    before = _written_ns(library)
-    seconds = last_seconds(name, folder)
-    with hold_build_lock(
-        folder, builder.name, lambda: report(op=name, state="waiting", last_seconds=seconds)
-    ) as going_on:
+    before, seconds = _written_ns(library), last_seconds(name, folder)
+
+    def wait() -> None:
+        report(op=name, state="waiting", last_seconds=seconds)
+
+    with hold_build_lock(folder, builder.name, wait) as going_on:
         ours = _written_ns(library)
-        state = "loading" if ours else "building"
-        report(op=name, state=state, last_seconds=seconds, going_on=going_on)
+        report(op=name, state="loading" if ours else "building", last_seconds=seconds, going_on=going_on)
         began = time.monotonic()
         builder.load(verbose=False)
         took = time.monotonic() - began if _written_ns(library) != ours else None
@@ -126,7 +120,9 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
     try:
         # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
         # nothing and stays: locks may not work between machines that share a home.
-        mark = _mark(building)
+        mark: str | None = None  # boot id of the building machine, empty from old versions; None without a build
+        with suppress(OSError):
+            mark = building.read_text(errors="replace", encoding="utf-8")
         ours = descriptor is not None and mark in (None, "", boot)
         going_on = ours and mark is not None and not is_open(place / "lock")
         if going_on:
@@ -148,32 +144,22 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
             os.close(descriptor)
 
 
-def _mark(path: Path) -> str | None:
-    """Return the boot id of the building machine, an empty string from old versions, or None without a build."""
-    with suppress(OSError):
-        return path.read_text(errors="replace", encoding="utf-8")
-    return None
-
-
 def _lock(path: Path, wait: Callable[[], None]) -> int | None:
     """Return a descriptor that holds the file's lock, or None if the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return None
-    waited = False
-    while True:
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
         except BlockingIOError:
-            if not waited:
-                wait()
-            waited = True
-            time.sleep(_LOOK_SECONDS)
-        except OSError:
-            os.close(descriptor)
-            return None
+            wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _end_left(place: Path) -> None:
@@ -187,10 +173,10 @@ def _end_left(place: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
+def wait_for_lock(lock: Path) -> None:
     """Wait until no process builds behind `lock`, and remove the file if its creator has ended."""
     while lock.exists():
-        if time.time() - _last_change(lock.parent) > lively_seconds and not is_open(lock):
+        if time.time() - _last_change(lock.parent) > LIVELY_SECONDS and not is_open(lock):
             lock.unlink(missing_ok=True)
             print(f"removed {lock}: the build that made it is gone", flush=True)
             return
@@ -199,18 +185,10 @@ def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
 
 def _last_change(folder: Path) -> float:
     """Return the last change of a file in the folder, in seconds since the epoch."""
-    times = []
-    for entry in folder.iterdir():
-        try:
-            times.append(entry.stat().st_mtime)
-        except FileNotFoundError:
-            continue
-    return max(times, default=0.0)
+    return max((_written_ns(entry) / 1e9 for entry in folder.iterdir()), default=0.0)
 
 
 # -- extension folders -------------------------------------------------------------------------------------------------
-#
-# Folder in which this environment's DeepSpeed ops are built. Standard library only, for ranks and their parent.
 #
 # torch keeps run-time builds in one folder per user and Python, and rebuilds an op if a path or version has changed.
 # Two environments in alternation would rebuild every op at every start. Each environment therefore has a folder next to
@@ -306,8 +284,9 @@ def note_built(builder: str, op: str, seconds: float | None, folder: Path) -> No
         OSError: the folder cannot be written.
     """
     path = folder / f"{builder}.json"
-    record = {"op": op, "seconds": _record(path).get("seconds") if seconds is None else round(seconds, 1)}
-    if record == _record(path):
+    known = _record(path)
+    record = {"op": op, "seconds": known.get("seconds") if seconds is None else round(seconds, 1)}
+    if record == known:
         return
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -354,20 +333,10 @@ def _made_with() -> list[str]:
         said = (torch / "version.py").read_text(encoding="utf-8") if torch else ""
     with suppress(OSError):
         cuda = os.path.realpath(cuda) if cuda else ""
-    compilers = [os.path.realpath(shutil.which(name) or name) for name in (_cxx(), os.environ.get("CC", "cc"))]
-    return [
-        os.path.realpath(sys.prefix),
-        str(torch),
-        str(_package_folder("deepspeed")),
-        said,
-        cuda,
-        *compilers,
-        *_chips(),
-    ]
-
-
-def _cxx() -> str:
-    return os.environ.get("CXX") or "c++"
+    named = (os.environ.get("CXX") or "c++", os.environ.get("CC", "cc"))
+    compilers = [os.path.realpath(shutil.which(name) or name) for name in named]
+    folders = [os.path.realpath(sys.prefix), str(torch), str(_package_folder("deepspeed"))]
+    return [*folders, said, cuda, *compilers, *_chips()]
 
 
 def _chips() -> list[str]:

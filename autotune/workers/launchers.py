@@ -9,7 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -31,8 +31,6 @@ from autotune.workers.process_tree import (
 from autotune.workers.protocol import Channel, Message
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
-#
-# Launchers of rank processes: cold starts, or forks of a server that has imported all modules once.
 #
 # A launcher runs a module with a function `become(address, rank)`, and does not know its work.
 
@@ -75,10 +73,8 @@ class SpawnLauncher:
     """Launcher of cold starts: a new interpreter per rank, with seconds of imports.
 
     Args:
-        env: environment of a rank, see `autotune.workers.launchers`.
         log: receives the ranks' output; None keeps this process's output.
         cwd: folder of the ranks; None uses this process's.
-        python: executable of the ranks' Python.
     """
 
     def __init__(
@@ -90,8 +86,7 @@ class SpawnLauncher:
 
     def launch(self, entry: str, address: str, rank: int) -> int:
         """Start a rank as a new process; return its process id."""
-        output = self.log.open("ab") if self.log is not None else None
-        try:
+        with self.log.open("ab") if self.log is not None else nullcontext() as output:
             process = subprocess.Popen(
                 bound_command(self._python, entry, address, str(rank)),
                 env={**self._env, MARK: self._mark},
@@ -101,9 +96,6 @@ class SpawnLauncher:
                 cwd=self._cwd,
                 start_new_session=True,
             )
-        finally:
-            if output is not None:
-                output.close()
         self._processes[process.pid] = process
         return process.pid
 
@@ -141,7 +133,6 @@ class ForkLauncher:
         preload: modules that the server imports, see `autotune.workers.fork_server.preload`.
         cancelled: polled several times a second during imports and builds, which end within a second once it returns
             True.
-        python: executable of the server's Python.
     """
 
     def __init__(
@@ -190,10 +181,9 @@ class ForkLauncher:
         self._await("ready", IMPORT_SECONDS, lambda message: None)
 
     def load_ops(self, names: list[str], report: Callable[[Message | None], None]) -> Message:
-        """Make the server load DeepSpeed's ops, with minutes of building if necessary, for all later ranks.
+        """Make the server load the ops of these builders, with minutes of building if necessary, for all later ranks.
 
         Args:
-            names: names of the builders.
             report: called with progress per op, see `autotune.workers.jit_ops.ProgressCallback`, or with None if nothing is new.
 
         Returns:
@@ -314,8 +304,6 @@ class ForkLauncher:
 
 # -- environment -------------------------------------------------------------------------------------------------------
 #
-# Environment variables that a process needs before its first instruction.
-#
 # A training has the user's environment and the few additions that make it equal to the measured run. A trial is also
 # quiet. No allocator variables are set, because a trial must be as fast and as large as training.
 
@@ -323,19 +311,12 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def training_environment(device: str, threads: int, interpreter: Interpreter = OWN) -> dict[str, str]:
-    """Return the environment of a rank that trains, or of a process that builds for ranks.
-
-    Args:
-        device: `cuda` or `cpu`.
-        threads: number of CPU threads for computing.
-        interpreter: of the process.
-    """
-    beside = os.path.dirname(interpreter.path)
+    """Return the environment of a rank that trains, or of a process that builds for ranks."""
     env = {
         **interpreter.environment(),
         # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.
         # All builds must find one ninja, because another version's log would make it rebuild every op.
-        "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([os.path.dirname(interpreter.path), os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
         ORDER: os.environ.get(ORDER, BY_BUS),  # NVML's order, so that monitor and capacity match the rank's GPU
         # set before any OpenMP library loads: the only way to reach a second one next to torch's

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from autotune.rank.base import BaseRank
-from autotune.rank.devices import data_bytes
+from autotune.util.linux import data_bytes
 from autotune.util.units import GIB, MIB
 
 LEFT_BYTES = 20 * MIB  # of the device, where something small is to fail

@@ -32,7 +32,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 from autotune.commands.request import Request
 from autotune.commands.setup import plan_setups
 from autotune.errors import UserError
-from autotune.predict.trace import trace_jobs
 from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, shipped_key, with_runnable_attention
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import muon_sizes
@@ -40,6 +39,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, shipped_models
 from autotune.util.interpreter import OWN
 from benchmarks.common import print_table
+from benchmarks.predict.many_traces import trace_jobs
 
 SHIPPED = Path(__file__).parents[2] / "autotune" / "data" / "traces.json"
 CARD = "h100"  # any card with bf16: a trace does not depend on it

@@ -2,7 +2,7 @@
 `python benchmarks/reliability/growth.py [--replayed 1000 106] [--live 100] [--json FILE]`.
 
 `autotune run` measures on two CPU ranks, and replays a table, once for each count. Between trials its anonymous memory is read,
-after a collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its history.
+after a collection and `malloc_trim`, with its open descriptors, and the blocks of all objects that the search keeps: its history.
 Bytes that are allocated in the heaps of Python and of the C library are read as well: memory that grows without them is free
 pieces of the heap, which a later trial takes. Pages of files do not count: they are private while no other process maps the same
 library. The fork server's memory and descriptors are read too. A line is fitted to each over the second half of the trials, when
@@ -60,6 +60,8 @@ WINDOW = 12  # outcomes
 LIVE, REPLAYED = f"live, two CPU ranks, windows of {WINDOW}", f"as many replayed, windows of {WINDOW}"
 WARM_UP = 0.5  # share of the trials that are left out of the fit
 SAMPLES = 40
+SMALL = 512  # bytes: larger blocks are the C library's
+VALUES_PREFIX = 16  # bytes, about: the order of attributes before their values, Objects/dictobject.c
 SURE = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -151,18 +153,42 @@ def history_bytes(tuner: Tuner) -> dict[str, int]:
 
 
 def reachable_bytes(root: object, seen: set[int]) -> int:
-    """Bytes of the objects that are reached from one, without code, and without what was `seen` before."""
+    """Bytes of the blocks of the objects that are reached from one, without code, and without what was `seen` before."""
     total, waiting = 0, [root]
     while waiting:
         one = waiting.pop()
         if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | CodeType):
             continue
         seen.add(id(one))
-        total += sys.getsizeof(one)
-        waiting += gc.get_referents(one)
+        total += object_bytes(one)
+        reached = gc.get_referents(one)
+        if isinstance(one, dict):
+            reached += one  # keys that are all strings are not among the referents
+        elif isinstance(attributes := getattr(one, "__dict__", None), dict) and not any(
+            x is attributes for x in reached
+        ):
+            # The attributes lay in the instance; reading them has just made a dictionary, whose own block is not counted.
+            seen.add(id(attributes))
+            total += block_bytes(sys.getsizeof(attributes) - sys.getsizeof({}) + VALUES_PREFIX)
+        waiting += reached
         if isinstance(one, np.ndarray) and one.base is not None:
             waiting.append(one.base)
     return total
+
+
+def object_bytes(one: object) -> int:
+    """Bytes of an object's blocks: a list, a dictionary and a set have one for themselves and one for what they hold."""
+    size = sys.getsizeof(one)
+    own = sys.getsizeof(type(one)()) if type(one) in (list, dict, set) else size
+    return block_bytes(own) + block_bytes(size - own)
+
+
+def block_bytes(size: int) -> int:
+    """Bytes that a block of so many takes: Python's allocator gives multiples of 16, the C library's adds its header of 8.
+
+    Sources: Objects/obmalloc.c (ALIGNMENT, SMALL_REQUEST_THRESHOLD) of Python, malloc/malloc.c (request2size) of glibc.
+    """
+    return -(-(size if size <= SMALL else size + 8) // 16) * 16
 
 
 def child(samples_file: Path, every: int, window: int, words: list[str]) -> None:

@@ -46,7 +46,7 @@ class Biased(Predictor):
         )
 
 
-SHARES = ("forward_share", "recompute_share", "hides", "adam_beside", "queued")  # fields of Work that are no seconds
+SHARES = ("forward_share", "recompute_share", "queued")  # fields of Work that are no seconds
 
 
 def signs(candidates: Sequence[Candidate], salt: tuple[int, ...]) -> Any:

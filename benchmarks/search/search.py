@@ -74,7 +74,7 @@ def autotune(
     predictor = make_predictor(job, hardware, trace)
     candidates = sorted(replay_table.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = make_proposer(candidates, space, job, hardware, seed, predictor, effect_sigmas=effect_sigmas)
+    proposer = make_proposer(candidates, space, seed, predictor, effect_sigmas=effect_sigmas)
     taken = start is not None and proposer.begin_with(Start(start, "a start"))
     began = time.perf_counter()
     bounds: dict[str, tuple[float, float]] = {}
@@ -88,7 +88,7 @@ def autotune(
             note_bound(bounds, str(trials), proposer, executor)
         return until_found and "trials98" in judge(replay_table, executor, budget)
 
-    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, cancelled=ends)
+    tuner = Tuner(store, executor, proposer, budget_seconds=budget, cancelled=ends)
     result = tuner.run()
     note_bound(bounds, END, proposer, executor)
     trials = max(1, len(executor.log.trials))

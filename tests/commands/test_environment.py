@@ -8,7 +8,7 @@ import pytest
 from autotune.commands import environment as module
 from autotune.commands.environment import check_versions, ranks_python
 from autotune.errors import UserError
-from autotune.util.interpreter import OwnInterpreter
+from autotune.util import inquiry
 from tests.cli_call import call
 from tests.util.test_interpreter import FACTS, program, stand_in
 
@@ -25,8 +25,8 @@ def nothing_is_active(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner's own environment has no torch, no deepspeed and no transformers."""
-    monkeypatch.setattr(OwnInterpreter, "version", lambda self, package: None)
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: False)
+    monkeypatch.setattr(inquiry, "version", lambda package: None)
+    monkeypatch.setattr(inquiry, "has", lambda name: False)
 
 
 def taken(typed: str | None = None, **options: object) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
 from autotune.results.plan import Plan, fewest_gpus
-from autotune.util.interpreter import OWN, OtherInterpreter
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
@@ -56,7 +56,9 @@ def test_a_plan_names_what_leaf_modules_and_cpu_threads_change() -> None:
     def advice(
         stage: int, transformers: str, ranks: int = 8, model: str = "mixtral-8x7b", place: str = "none"
     ) -> list[str]:
-        other = OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"transformers": transformers}, None, None)
+        other = Interpreter(
+            {"executable": "/other/bin/python", "versions": {"transformers": transformers}, "cuda": None}
+        )
         job = Job(resolve_model(model), ranks, 2048, "bf16", interpreter=other)
         candidate = make_candidate(zero_stage=stage, offload_optimizer=place)
         return list(_advice(job, named_hardware("h100", ranks), candidate))

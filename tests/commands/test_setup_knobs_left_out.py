@@ -5,7 +5,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.space import fitted, for_job, parse_space
-from autotune.util.interpreter import OwnInterpreter
+from autotune.util import inquiry
 from tests.conftest import make_job
 
 
@@ -19,7 +19,7 @@ def test_kernels_that_are_not_installed_are_left_out_once() -> None:
 
 
 def test_adapters_without_peft_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, module: False)
+    monkeypatch.setattr(inquiry, "has", lambda module: False)
     space = parse_space("knobs: {zero_stage: [1], lora: [none, 8]}")
     left, lines = fitted(space, make_job(), detect("cpu", 2))
     assert left.knobs["lora"].values == ("none",)

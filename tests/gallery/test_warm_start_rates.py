@@ -11,7 +11,6 @@ import pytest
 
 from autotune.commands.run import begin_with_rates
 from autotune.gallery import warm_start
-from autotune.gallery.card_rates import rates_of_entry
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import rates_for, shipped_entries, shipped_rates
 from autotune.predict.calibration import CalibrationEvidence
@@ -21,6 +20,7 @@ from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
+from benchmarks.predict.card_rates import rates_of_entry
 
 SLOWER = "qwen-7b_4xa100-80gb_2048_lora64_qwen"  # takes 1.7 times what is predicted without it
 
@@ -47,7 +47,7 @@ def alone(job: Job, hardware: Hardware) -> Predictor:
 @pytest.fixture
 def learnt(entry: Entry, job: Job, hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> CalibrationEvidence:
     """What the entry teaches a predictor whose trace costs no time."""
-    monkeypatch.setattr("autotune.gallery.card_rates.traced_predictor", alone)
+    monkeypatch.setattr("benchmarks.predict.card_rates.traced_predictor", alone)
     found = rates_of_entry(entry)
     assert found is not None
     return found

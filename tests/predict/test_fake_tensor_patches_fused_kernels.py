@@ -20,8 +20,8 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import ModelSpec, kernels_of
 from autotune.rank.model_builder import transformers_config
+from autotune.util import inquiry
 from autotune.util.inquiry import PACKAGES
-from autotune.util.interpreter import OwnInterpreter
 from tests.conftest import make_candidate, make_job
 
 HIDDEN, INNER, HEADS, WORDS, TOKENS = 64, 160, 4, 1000, 96
@@ -281,9 +281,7 @@ def test_a_trace_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
         keys = set()
         for version in ("0.8.2", "0.8.3"):
             versions = {"liger_kernel": version}
-            monkeypatch.setattr(
-                OwnInterpreter, "version", lambda self, name, versions=versions: versions.get(name, "1")
-            )
+            monkeypatch.setattr(inquiry, "version", lambda name, versions=versions: versions.get(name, "1"))
             keys.add(cache_key(job_of("llama", liger=liger)))
         assert len(keys) == count
 

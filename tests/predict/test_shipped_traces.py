@@ -69,8 +69,8 @@ def test_a_plan_needs_no_torch_for_a_shipped_model(tmp_path: Path) -> None:
 import sys
 from importlib import metadata
 from autotune.util import interpreter
-version = interpreter.OwnInterpreter.version
-interpreter.OwnInterpreter.version = lambda self, name: None if name in ("torch", "transformers") else version(self, name)
+version = interpreter.Interpreter.version
+interpreter.Interpreter.version = lambda self, name: None if name in ("torch", "transformers") else version(self, name)
 sys.modules["torch"] = sys.modules["transformers"] = None
 from autotune.commands.plan import plans
 from autotune.commands.request import Request

@@ -11,7 +11,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
 from autotune.predict import trace_cache, tracer
-from autotune.predict.trace import LOSSES, trace_job, trace_jobs
+from autotune.predict.trace import LOSSES, trace_job
 from autotune.predict.trace_cache import untraced_note
 from autotune.predict.trace_data import BACKWARD, FORWARD, IMPORTED, Trace
 from autotune.predict.tracer import Untraceable, trace_model
@@ -84,28 +84,6 @@ def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Trace.from_json(json.loads(json.dumps(made.to_json()))) == made
     files[0].write_text('{"plain": {}}')
     assert trace_job(make_job()) == made, "a damaged one is made anew"
-
-
-@pytest.mark.slow
-def test_many_jobs_are_traced_by_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
-) -> None:
-    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    broken = replace(make_job(), model=ModelSpec("none", {"model_type": "no-such-model"}, "a test"))
-    lora = make_job(
-        precision="bf16", lora=parse_lora("r=4,targets=q_proj,saved=lm_head"), attention="flash_attention_2"
-    )
-    told = []
-    jobs = [(make_job(), "own"), (make_job(ranks=1), "own"), (make_job(), "fused"), (broken, "own"), (lora, "own")]
-    trace_jobs(jobs, lambda made, of: told.append((made, of)))
-    assert told == [(n, 4) for n in range(1, 5)]
-    monkeypatch.setattr(tracing.subprocess, "Popen", lambda *a, **k: pytest.fail("traced again"))
-    trace_jobs([job for job in jobs if job[0] is not broken])
-    assert trace_job(make_job()).exact
-    found = trace_job(lora)
-    head = make_job().model.config["vocab_size"] * make_job().model.config["hidden_size"]
-    assert max(found.parameters) == head  # trained whole beside the adapters
-    assert found.frozen
 
 
 @pytest.mark.slow

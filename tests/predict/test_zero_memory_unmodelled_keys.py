@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from autotune.predict import zero_memory
-from autotune.predict.features import READ, installed_deepspeed, pins_unless_told
+from autotune.predict.features import PINS_BY_DEFAULT, READ, installed_deepspeed
 from autotune.predict.trace import traced_predictor
 from autotune.predict.zero_memory import unread_keys, unread_knobs
 from autotune.problem.candidate import ZERO_DEFAULTS
@@ -102,7 +102,7 @@ def test_offloading_pins_and_moves_all_unless_told_otherwise() -> None:
     )
 
     optimizer, parameters = fields(DeepSpeedZeroOffloadOptimizerConfig), fields(DeepSpeedZeroOffloadParamConfig)
-    pins = pins_unless_told(installed_deepspeed())
+    pins = installed_deepspeed() >= PINS_BY_DEFAULT
     assert (optimizer["pin_memory"], optimizer["ratio"], parameters["pin_memory"]) == (pins, 1.0, pins)
     assert {*optimizer, *parameters} - zero_memory._READ_OFFLOAD <= {"super_offload", "cpuadam_cores_perc"}
 

@@ -14,7 +14,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.knobs import KNOBS, ZERO, RequirementInputs, is_read, lossy_of, refusal, short_name
 from autotune.problem.space import fitted, load_space, parse_space, shipped_spaces, unmet
-from autotune.util.interpreter import OwnInterpreter
+from autotune.util import inquiry
 from tests.conftest import make_job
 
 ONE, TWO_NODES = named_hardware("a100-80", 8), named_hardware("a100-80", 16, nodes=2)
@@ -281,7 +281,7 @@ def test_a_second_partition_of_nothing_is_refused() -> None:
 
 
 def test_a_study_is_read_where_other_packages_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: False)
+    monkeypatch.setattr(inquiry, "has", lambda name: False)
     space = parse_space("{fixed: {attention: flash_attention_2}, knobs: {zero_stage: [2]}}")
     with pytest.raises(UserError, match="flash_attn"):
         fitted(space, make_job(), ONE)
@@ -292,10 +292,8 @@ def test_a_study_is_read_where_other_packages_are_installed(monkeypatch: pytest.
 
 
 def test_a_knob_of_another_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = OwnInterpreter.version
-    monkeypatch.setattr(
-        OwnInterpreter, "version", lambda self, name: "0.18.2" if name == "deepspeed" else before(self, name)
-    )
+    before = inquiry.version
+    monkeypatch.setattr(inquiry, "version", lambda name: "0.18.2" if name == "deepspeed" else before(name))
     text = "{knobs: {zero_stage: [2], parameter_alignment: [true, false]}}"
     with pytest.raises(UserError, match=r"is not known to deepspeed 0\.18\.2: 0\.19\.7 or newer knows it"):
         written(text)

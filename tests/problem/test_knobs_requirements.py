@@ -12,7 +12,7 @@ from autotune.problem import knobs
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Script
 from autotune.problem.knobs import RequirementInputs
-from autotune.util.interpreter import OwnInterpreter
+from autotune.util import inquiry
 from tests.conftest import make_job
 
 CPU, GPUS, NODES = detect("cpu", 2), named_hardware("a100-80", 2), named_hardware("a100-80", 8, nodes=2)
@@ -132,15 +132,15 @@ def test_sums_may_not_be_narrower_than_the_model(value: str, precision: str, nar
 def test_a_package_of_the_ranks_environment(
     monkeypatch: pytest.MonkeyPatch, need: Callable[..., str], value: object, hardware: Hardware, package: str
 ) -> None:
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: name == package)
+    monkeypatch.setattr(inquiry, "has", lambda name: name == package)
     assert need(value, around(hardware)) == ""
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: name is not None and name != package)
+    monkeypatch.setattr(inquiry, "has", lambda name: name is not None and name != package)
     assert need(value, around(hardware)) == f"needs the package {package}, which is not installed"
 
 
 @pytest.mark.parametrize("value", ["none", None, "sdpa", "eager"])
 def test_what_needs_no_package(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: False)
+    monkeypatch.setattr(inquiry, "has", lambda name: False)
     assert knobs.missing_package(value) is None
 
 

@@ -22,7 +22,7 @@ from autotune.problem.models import (
     resolve_model,
 )
 from autotune.rank.model_builder import use_liger
-from autotune.util.interpreter import OwnInterpreter
+from autotune.util import inquiry
 from tests.conftest import make_job
 from tests.problem.test_knobs_requirements import GPUS
 
@@ -190,8 +190,8 @@ def test_its_version_fits_the_model_and_transformers(
     monkeypatch: pytest.MonkeyPatch, liger: str | None, transformers: str, kind: str, said: str
 ) -> None:
     versions = {"liger_kernel": liger, "transformers": transformers}
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: True)
-    monkeypatch.setattr(OwnInterpreter, "version", lambda self, name: versions.get(name))
+    monkeypatch.setattr(inquiry, "has", lambda name: True)
+    monkeypatch.setattr(inquiry, "version", lambda name: versions.get(name))
     llama = make_job(model="llama-3.2-1b")
     model = dataclasses.replace(llama.model, config={**llama.model.config, "model_type": kind})
     assert knobs.liger_kernel(True, RequirementInputs(dataclasses.replace(llama, model=model), GPUS)) == said

@@ -8,7 +8,7 @@ from autotune.commands import doctor
 from autotune.errors import UserError
 from autotune.problem import nvml
 from autotune.problem.hardware import detect
-from autotune.util.interpreter import OWN, Interpreter, OtherInterpreter
+from autotune.util.interpreter import OWN, Interpreter
 from tests.fake_driver import DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 
 CPU = "; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
@@ -118,7 +118,7 @@ def test_a_device_without_nvml(no_library: Path, files: list[str], sign: str) ->
 
 def _ranks(torch: str | None, cuda: str | None = None) -> Interpreter:
     """An environment with this torch."""
-    return OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"torch": torch} if torch else {}, cuda, None)
+    return Interpreter({"executable": "/other/bin/python", "versions": {"torch": torch}, "cuda": cuda})
 
 
 @pytest.mark.parametrize(

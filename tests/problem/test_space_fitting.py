@@ -9,7 +9,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.knobs import missing_package
 from autotune.problem.space import SearchSpace, fitted, for_job, parse_space
-from autotune.util.interpreter import OwnInterpreter
+from autotune.util import inquiry
 from tests.conftest import make_job
 
 SPACE = """
@@ -91,7 +91,7 @@ def test_what_the_users_own_config_sets_is_held_unless_it_is_tuned() -> None:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> SearchSpace:
     """A space, on a machine without peft and without kernels of attention."""
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, module: False)
+    monkeypatch.setattr(inquiry, "has", lambda module: False)
     return parse_space(
         "{name: mine, knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2, flash_attention_3], lora: [none, 8]}}"
     )
@@ -111,7 +111,7 @@ def test_what_is_not_installed_is_left_out_and_said(bare: SearchSpace) -> None:
 
 
 def test_what_is_installed_stays(bare: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OwnInterpreter, "has", lambda self, module: True)
+    monkeypatch.setattr(inquiry, "has", lambda module: True)
     assert fitted(bare, make_job(), GPUS) == (bare, [])
     plain = parse_space("knobs: {zero_stage: [1], lora: [8]}")
     assert fitted(plain, make_job(), GPUS) == (plain, [])

@@ -3,8 +3,10 @@
 import ast
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from autotune.rank import devices
 from autotune.rank.devices import CudaDevice
@@ -23,25 +25,28 @@ class StandIn:
         self.bad_fork, self.devices, self.share = False, 1, 1.0
         self.outside_mib, self.reserved_mib, self.most_mib = 0, 0, 0
         self.card_of_process: Slice | None = None
+        self.said = ""  # UUID without prefix, if it is not the card's
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(devices, "take", lambda index: self.hold(outside_mib=CONTEXT))
+        patch.setattr(devices, "available", lambda: True)
         for name, value in {
-            "in_bad_fork": lambda: self.bad_fork,
+            "_is_in_bad_fork": lambda: self.bad_fork,
             "device_count": lambda: self.devices,
-            "take": lambda index: self.hold(outside_mib=CONTEXT),
-            "uuid": lambda: self.card.uuid.removeprefix("GPU-"),
-            "free_and_total": self.free_and_total,
-            "reserved": lambda: self.reserved_mib * MIB,
-            "most_reserved": lambda: self.most_mib * MIB,
-            "most_allocated": lambda: self.most_mib * MIB // 2,
-            "retries": lambda: 3,
-            "pinned": lambda: 5,
-            "available": lambda: True,
-            "forget_peaks": lambda: None,
-            "limit": lambda share: setattr(self, "share", share),
+            "current_device": lambda: 0,
+            "get_device_properties": lambda index: SimpleNamespace(
+                uuid=self.said or self.card.uuid.removeprefix("GPU-")
+            ),
+            "mem_get_info": self.free_and_total,
+            "memory_reserved": lambda: self.reserved_mib * MIB,
+            "max_memory_reserved": lambda: self.most_mib * MIB,
+            "max_memory_allocated": lambda: self.most_mib * MIB // 2,
+            "memory_stats": lambda: {"num_alloc_retries": 3},
+            "host_memory_stats": lambda: {"allocated_bytes.peak": 5},
+            "set_per_process_memory_fraction": lambda share: setattr(self, "share", share),
         }.items():
-            assert hasattr(devices, name)
-            patch.setattr(devices, name, value)
+            assert hasattr(torch.cuda, name)
+            patch.setattr(torch.cuda, name, value)
 
     @property
     def card(self) -> Slice:
@@ -150,7 +155,7 @@ def test_a_slice_by_its_own_name_or_its_cards(driver: Driver, monkeypatch: pytes
     stand_in.card_of_process = driver.cards[0].slices[0]
     stand_in.install(monkeypatch)
     said = stand_in.card if named == "slice" else driver.cards[0]
-    monkeypatch.setattr(devices, "uuid", lambda: said.uuid.partition("-")[2])
+    stand_in.said = said.uuid.partition("-")[2]
     device, told = joined(stand_in)
     assert (device.uuid, told["overhead_bytes"]) == (stand_in.card.uuid, (CONTEXT + NCCL) * MIB)
 

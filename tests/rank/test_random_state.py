@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from autotune.rank.hooks.base import Patches
+from autotune.rank.patches import Patches
 from autotune.rank.random_state import RandomState
 
 SOURCES: dict[str, Callable[[], object]] = {
@@ -36,7 +36,7 @@ SOURCES: dict[str, Callable[[], object]] = {
 def patches() -> Iterator[Patches]:
     made = Patches()
     yield made
-    made.undo()
+    made.close()
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -46,7 +46,7 @@ def test_default_seeds_are_those_of_the_study_and_the_rank(patches: Patches, sou
         state.install(patches)
         state.seed(seed)
         found = [SOURCES[source]() for _ in range(3)]
-        patches.undo()
+        patches.close()
         return found
 
     first = drawn(1, 0)
@@ -108,7 +108,7 @@ def test_another_seed_changes_the_generators_that_a_script_has_seeded(patches: P
         mine, theirs = torch.Generator().manual_seed(1), numpy.random.default_rng(1)
         state.reseed(seed)
         found = [torch.randn(1, generator=mine).item(), float(theirs.normal())]
-        patches.undo()
+        patches.close()
         return found
 
     assert drawn(2) == drawn(2)
@@ -128,7 +128,7 @@ def test_workers_of_a_loader_draw_what_they_drew_before(patches: Patches) -> Non
         state.install(patches)
         state.seed(1)
         found = [int(one) for one in torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=2)]
-        patches.undo()
+        patches.close()
         return found
 
     first = rows()
@@ -163,7 +163,7 @@ def test_seeds_of_the_time_are_those_of_the_first_run(patches: Patches, way: str
         state.install(patches)
         state.seed(0)
         found = [NAMED[way](seed + more) for more in range(2)]
-        patches.undo()
+        patches.close()
         return found, state
 
     first, state = drawn(1000, [])
@@ -207,7 +207,7 @@ def test_generators_that_ranks_have_in_common_stay_in_common(patches: Patches) -
         numpy.random.seed(1)
         state.reseed(2)
         found = [torch.rand(1, generator=mine).item(), theirs.random(), random.random(), numpy.random.random()]
-        patches.undo()
+        patches.close()
         return found
 
     before = [torch.rand(1, generator=torch.Generator().manual_seed(1)).item(), numpy.random.default_rng(1).random()]
@@ -225,7 +225,7 @@ def test_seeds_of_rows_are_not_repeated(patches: Patches) -> None:
         rows = [random.Random(index + at).random() for at in range(2)]
         state.mark()
         later = random.Random(index).random()
-        patches.undo()
+        patches.close()
         return [once, *rows, later], state.named
 
     first, known = drawn(10, [])

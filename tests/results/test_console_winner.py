@@ -15,7 +15,7 @@ from autotune.results.report.build import _gains
 from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, wrong_batch_warning
 from autotune.search.leaderboard import study_facts
 from autotune.search.stopping import StopReason
-from autotune.search.trials import AS_IS, SEARCH, VERIFY, Record
+from autotune.search.trials import AS_IS, NO_CALL, SEARCH, VERIFY, Record
 from autotune.util.units import MIB
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
@@ -181,15 +181,16 @@ def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float
 
 def no_winner(records: list[Record], **call: Any) -> list[str]:
     hardware = detect("cpu", 2)
-    return no_winner_lines(study_facts(records, make_job(), hardware, **call), make_job(), hardware)
+    facts = study_facts(records, make_job(), hardware, call=replace(NO_CALL, **call))
+    return no_winner_lines(facts, make_job(), hardware)
 
 
 def test_what_came_closest(tmp_path: Path) -> None:
     records = [record for record in study_of_every_kind(tmp_path).records() if record.outcome]
     oom = [one for one in records if one.outcome and one.outcome.kind.is_oom]
-    first, closest, changes = no_winner(oom, stop_reason=StopReason.ALL_TRIED.value)
+    first, closest, changes = no_winner(oom, ended=StopReason.ALL_TRIED.value)
     assert first == "nothing fits"
-    assert no_winner(oom, stop_reason=StopReason.BUDGET_USED.value)[0] == "nothing fits yet"
+    assert no_winner(oom, ended=StopReason.BUDGET_USED.value)[0] == "nothing fits yet"
     assert closest.startswith("closest: ")
     assert "cheapest changes" in changes
 
@@ -241,11 +242,11 @@ def test_nothing_fits_is_only_said_about_memory(tmp_path: Path) -> None:
     cut = Outcome(OutcomeKind.INTERRUPTED, reason="its share of the budget ended in forward", source=Source.BUDGET)
     lines = no_winner([Record(0, make_candidate(0, 64, 4), cut, SEARCH)], budget_seconds=30.0, used_seconds=31.0)
     assert lines[0] == "no trial ended within the budget of 30.0 s, so nothing is known of memory; use --budget 2m"
-    started = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=12.0, used_seconds=31.0)
+    started = no_winner([], ended=StopReason.BUDGET_USED.value, budget_seconds=12.0, used_seconds=31.0)
     assert started == ["no trial ran: the budget of 12.0 s ended during start-up (31.0 s); use --budget 60s"]
-    most = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=50.0, used_seconds=44.5)[0]
+    most = no_winner([], ended=StopReason.BUDGET_USED.value, budget_seconds=50.0, used_seconds=44.5)[0]
     assert most.startswith("no trial ran: start-up took 44.5 s of the budget of 50.0 s")
-    assert no_winner([], stop_reason="interrupted") == ["no trial ran: interrupted"]
+    assert no_winner([], ended="interrupted") == ["no trial ran: interrupted"]
 
 
 def test_the_printed_command_has_the_environment_that_was_measured(

@@ -27,7 +27,7 @@ from autotune.results.export import (
     usage_lines,
     write_export,
 )
-from autotune.util.interpreter import OtherInterpreter
+from autotune.util.interpreter import Interpreter
 from autotune.workers.launchers import variables_of
 from tests.conftest import make_candidate, make_job
 
@@ -215,7 +215,7 @@ def test_a_training_sets_the_leaf_modules_that_the_ranks_have_set(
     stage: int, ranks: int, transformers: str, model: str, told: bool
 ) -> None:
     """Ranks that skip different experts hang at stage 3 without them."""
-    other = OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"transformers": transformers}, None, None)
+    other = Interpreter({"executable": "/other/bin/python", "versions": {"transformers": transformers}, "cuda": None})
     job = Job(resolve_model(model), ranks, 2048, "bf16", interpreter=other)
     lines = training_changes(make_candidate(zero_stage=stage), job, {})
     assert any("set_z3_leaf_modules" in line for line in lines) == told

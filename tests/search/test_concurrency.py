@@ -135,14 +135,12 @@ def search(
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
     first, *beside = executors
     tuner = Tuner(
         store,
         first,
         proposer,
-        space,
-        hardware,
         budget_seconds=1800,
         beside=beside,
         workers=workers,
@@ -242,7 +240,7 @@ def test_one_that_fails_stops_them_all(which: int, replay_table: ReplayTable) ->
 def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> None:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
     running: list[Candidate] = []
     while (proposal := proposer.next()) is not None and len(running) < 5:
         running.append(proposal.candidate)
@@ -251,7 +249,7 @@ def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> Non
     assert set(proposer.open) == set(candidates), "and all may still be tried"
     # where only what is like it is left, that is handed out
     only = [candidate for candidate in candidates if candidate.family == running[0].family]
-    few = Proposer(only, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    few = Proposer(only, space, 0, Predictor(job, hardware, trace_job(job)))
     first = few.next()
     assert first is not None
     few.reserve([first.candidate])

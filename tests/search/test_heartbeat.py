@@ -372,13 +372,11 @@ def tune(
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store, _ = StudyStore.create_or_resume("s", url, folder, job, hardware, space)
     executor = Slow(replay_table, seed)
-    proposer = Proposer(
-        sorted(replay_table.rows, key=str), space, job, hardware, seed, Predictor(job, hardware, trace_job(job))
-    )
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, seed, Predictor(job, hardware, trace_job(job)))
     store.share(print)
     try:
         store.close_interrupted()
-        tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=900, max_trials=trials)
+        tuner = Tuner(store, executor, proposer, budget_seconds=900, max_trials=trials)
         return tuner.run(), executor
     finally:
         store.leave()

@@ -27,7 +27,7 @@ def make_proposer(replay_table: ReplayTable, **options: object) -> Proposer:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     predictor = Predictor(job, hardware, trace_job(job))
     candidates = sorted(replay_table.rows, key=str)
-    return Proposer(candidates, space, job, hardware, 0, predictor, **options)  # type: ignore[arg-type]
+    return Proposer(candidates, space, 0, predictor, **options)  # type: ignore[arg-type]
 
 
 def result(replay_table: ReplayTable, candidate: Candidate) -> Outcome:
@@ -76,7 +76,7 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
         "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
         "attention: [sdpa, flex_attention], overlap_comm: [true, false]}"
     )
-    proposer = Proposer(space.candidates(job), space, job, hardware, 0, traced_predictor(job, hardware))
+    proposer = Proposer(space.candidates(job), space, 0, traced_predictor(job, hardware))
     crashed = Outcome(
         OutcomeKind.CRASH,
         Phase.FORWARD,
@@ -202,7 +202,7 @@ def test_where_nothing_is_predicted_to_fit_the_least_is_tried(replay_table: Repl
     job, space = replay_table.job(), replay_table.space()
     small = dataclasses.replace(replay_table.hardware(), memory_cap_bytes=GIB // 2)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, job, small, 0, Predictor(job, small, trace_job(job)))
+    proposer = Proposer(candidates, space, 0, Predictor(job, small, trace_job(job)))
     tried = 0
     while (proposal := proposer.next()) is not None:
         assert "nothing is likely to fit" in proposal.note
@@ -223,7 +223,7 @@ def small_space(buckets: str = "[50000000, 500000000]") -> Proposer:
         "knobs: {zero_stage: [0, 1, 2, 3], train_micro_batch_size_per_gpu: [1, 2, 4], "
         f"activation_checkpointing: [true, false], reduce_bucket_size: {buckets}, overlap_comm: [true, false]}}"
     )
-    return Proposer(space.candidates(job), space, job, hardware, 0, traced_predictor(job, hardware))
+    return Proposer(space.candidates(job), space, 0, traced_predictor(job, hardware))
 
 
 def test_what_matters_most_is_seen_at_every_level_before_anything_else_is_turned() -> None:

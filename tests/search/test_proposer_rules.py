@@ -29,7 +29,7 @@ def make_proposer(replay_table: ReplayTable, capacity_gib: float | None = None, 
         hardware = dataclasses.replace(hardware, memory_cap_bytes=int(capacity_gib * GIB))
     candidates = sorted(replay_table.rows, key=str)
     predictor = Predictor(job, hardware, trace_job(job))
-    return Proposer(candidates, replay_table.space(), job, hardware, 0, predictor, exhaustive=exhaustive)
+    return Proposer(candidates, replay_table.space(), 0, predictor, exhaustive=exhaustive)
 
 
 def decide(proposer: Proposer, name: str) -> Proposal | Stop | None:

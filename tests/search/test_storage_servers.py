@@ -97,6 +97,21 @@ def test_a_wrong_password_is_one_line(postgres: Postgres) -> None:
     assert "wr0ng" not in str(caught.value)
 
 
+def test_braces_in_a_password_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = list[str]()
+
+    def fill(self: object, template: str, **_: object) -> None:
+        filled.append(template.format())  # by Optuna
+        raise ValueError("connection refused")
+
+    url = "postgresql://joe:s{3}@host/db"
+    monkeypatch.setattr(storage.RowStorage, "__init__", fill)
+    monkeypatch.setattr(storage, "_with_driver", lambda url: (url, "psycopg"))
+    with pytest.raises(UserError):
+        open_storage(url)
+    assert filled == [url]
+
+
 def test_connections_that_are_cut_lose_nothing(postgres: Postgres, tmp_path: Path) -> None:
     store = opened(postgres, tmp_path)
     number = store.start(make_candidate(0), SPACE)

@@ -16,8 +16,8 @@ from autotune.problem.space import load_space, parse_space
 from autotune.script.profile import unknown_job
 from autotune.search.proposer import Proposer
 from autotune.search.storage import default_storage, open_storage
-from autotune.search.study import StudyStore, calls_in, name_of_call
-from autotune.search.trials import VERIFY, constraints
+from autotune.search.study import StudyStore
+from autotune.search.trials import VERIFY, Call, constraints
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 from tests.network import mount
@@ -96,8 +96,8 @@ def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Pa
 
 def test_calls_of_earlier_and_of_newer_versions_are_read() -> None:
     call = {"started": "then", "budget_seconds": 60, "used_seconds": 12.0}
-    attributes = {name_of_call(0, "a"): call, name_of_call(1, "a"): {**call, "ended": "used", "of_tomorrow": 1}}
-    assert [(one.ended, one.confidence) for one in calls_in(attributes)] == [("", ""), ("used", "")]
+    calls = [Call.of(one) for one in (call, {**call, "ended": "used", "of_tomorrow": 1})]
+    assert [(one.ended, one.confidence) for one in calls] == [("", ""), ("used", "")]
 
 
 def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
@@ -109,8 +109,6 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
         proposer = Proposer(
             [make_candidate(stage, micro) for stage in (0, 3) for micro in (1, 2)],
             SPACE,
-            store.job,
-            store.hardware,
             0,
             traced_predictor(store.job, store.hardware),
         )

@@ -57,7 +57,7 @@ class Shared(ReplayExecutor):
                 if executor.replay_table.rows[candidate].peak_gib * GIB <= executor.capacity_bytes:
                     return super().measure(candidate, measure_spec, deadline_seconds)
                 executor.advance(5.0)
-                self._ended = True
+                self.alive = False
                 told = executor.capacity_bytes if executor.says else None
                 return Outcome(
                     OutcomeKind.OOM_DEVICE, Phase.BACKWARD, missing_bytes=GIB // 4, capacity_bytes=told, seconds=5.0
@@ -72,9 +72,9 @@ def call(
     """An exhaustive call with so much memory: how it ended, and its own trials of the search."""
     job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, free_bytes)
     candidates, before = sorted(replay_table.rows, key=str), len(store.records())
-    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True)
+    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True)
     executor = Shared(replay_table, free_bytes, says=says)
-    summary = Tuner(store, executor, proposer, space, hardware, budget_seconds=7200).run()
+    summary = Tuner(store, executor, proposer, budget_seconds=7200).run()
     return summary, [record for record in store.records()[before:] if record.role == SEARCH]
 
 
@@ -146,9 +146,9 @@ def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(
     store.finish(store.start(candidate, replay_table.space(), role), out)
     job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, MUCH)
     predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, job, hardware, 0, predictor)
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, 0, predictor)
     executor = Shared(replay_table, MUCH, says=True)
-    Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
+    Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
     assert (predictor._seen == {candidate: out}) is told
     assert len(proposer.open) == len(replay_table.rows)
 
@@ -162,7 +162,7 @@ def test_predictions_learn_that_more_was_needed_than_there_was_then(replay_table
 
     def after(capacity_bytes: int | None) -> tuple[float, float]:
         """Its peak as the predictor believes it, and as measurements alone do."""
-        speed_memory_model = SpeedMemoryModel(Predictor(job, hardware, trace_job(job)), job, hardware, candidates)
+        speed_memory_model = SpeedMemoryModel(Predictor(job, hardware, trace_job(job)), candidates)
         speed_memory_model.observe(candidates[at], at, Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=capacity_bytes))
         return float(speed_memory_model.table().peak[at]), math.exp(speed_memory_model._peaks.predict()[0][at])
 
@@ -207,8 +207,8 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
     store.note_hardware(hardware)
     assert (candidate not in store.failed()) is again
     predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, job, hardware, 0, predictor)
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, 0, predictor)
     executor = Shared(replay_table, LITTLE, says=True)
-    Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
+    Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
     assert (len(proposer.open) == len(replay_table.rows)) is again
     assert proposer._model._host_ran_out is not again

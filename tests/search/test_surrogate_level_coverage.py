@@ -1,14 +1,13 @@
-from autotune.search.surrogate import FirstOrderGroups, LevelCoverage, first_order_key, is_first_order
+from autotune.problem.knobs import FIRST_ORDER
+from autotune.search.surrogate import FirstOrderGroups, LevelCoverage, first_order_key
 from tests.conftest import make_candidate
 
 CANDIDATES = [make_candidate(stage, micro) for stage in (0, 1, 3) for micro in (1, 2, 4, 8, 16)]
 
 
 def test_what_decides_much_is_first_order() -> None:
-    assert is_first_order("zero_stage")
-    assert is_first_order("offload_param")
-    assert not is_first_order("reduce_bucket_size")
-    assert not is_first_order("zero_optimization.stage3_prefetch_bucket_size")
+    assert {"zero_stage", "offload_param"} <= {*FIRST_ORDER}
+    assert {"reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"}.isdisjoint(FIRST_ORDER)
 
 
 def test_kinds_differ_in_first_order_knobs_only() -> None:

@@ -25,7 +25,7 @@ Lie = Callable[[float], float]
 
 def believed(speed: Lie = float, peak: Lie = float) -> SpeedMemoryModel:
     """After ten measurements of what the predictor says, bent by the two lies."""
-    speed_memory_model = SpeedMemoryModel(Predictor(JOB, HARDWARE, trace_job(JOB)), JOB, HARDWARE, CANDIDATES)
+    speed_memory_model = SpeedMemoryModel(Predictor(JOB, HARDWARE, trace_job(JOB)), CANDIDATES)
     honest = Predictor(JOB, HARDWARE, trace_job(JOB)).table(CANDIDATES)
     for at in np.random.default_rng(0).permutation(FITTING)[:10]:
         speed_memory_model.forecast()
@@ -113,7 +113,7 @@ def of_hosts(share: float, device: str = "cuda", **changes: Any) -> tuple[list[f
     weights = 2 * sum(trace.parameters)
     two = named_hardware("a100-80gb", 4, nodes=2, host_memory_bytes=int(share * weights))
     two = dataclasses.replace(two, device=device)
-    forecast = SpeedMemoryModel(Predictor(job, two, trace), job, two, SAVING).forecast()
+    forecast = SpeedMemoryModel(Predictor(job, two, trace), SAVING).forecast()
     return forecast.held.tolist(), forecast.host.tolist()
 
 

@@ -21,7 +21,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.rank.step_statistics import OVERRUN
 from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, averaged, overlap
+from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, SpeedRatio, averaged
 from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
@@ -46,8 +46,8 @@ def search(
     store = store or StudyStore.in_memory(job, hardware, space)
     executor = executor or ReplayExecutor(replay_table, seed)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, job, hardware, seed, Predictor(job, hardware, trace_job(job)))
-    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, **options)  # type: ignore[arg-type]
+    proposer = Proposer(candidates, space, seed, Predictor(job, hardware, trace_job(job)))
+    tuner = Tuner(store, executor, proposer, budget_seconds=budget, **options)  # type: ignore[arg-type]
     return tuner.run(), executor, store
 
 
@@ -117,7 +117,7 @@ class Scripted(ReplayExecutor):
                 executor.count += 1
                 if (outcome := executor.script(executor.count, candidate)) is not None:
                     executor.advance(5.0)
-                    self._ended = True
+                    self.alive = False
                     return outcome
                 return super().measure(candidate, measure_spec, deadline_seconds)
 
@@ -212,9 +212,9 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
         number = store.claim(one, space, SEARCH, "", set())
         assert number is not None
         store.finish(number, outcome)
-    proposer = Proposer(list(replay_table.rows), space, job, hardware, 0, predictor)
+    proposer = Proposer(list(replay_table.rows), space, 0, predictor)
     executor = ReplayExecutor(replay_table)
-    Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, max_trials=0).run()
+    Tuner(store, executor, proposer, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open) is opened
     assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
 
@@ -235,9 +235,9 @@ def test_a_scripts_first_candidate_comes_before_the_verification_of_its_own_conf
     assert number is not None
     store.finish(number, slow)
     candidates = list(dict.fromkeys([*table.rows, own]))
-    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
     executor = ReplayExecutor(table)
-    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=60.0, spent_seconds=40.0, max_trials=1)
+    tuner = Tuner(store, executor, proposer, budget_seconds=60.0, spent_seconds=40.0, max_trials=1)
     tuner.trials.replay_study()
     assert tuner.loop.run().reason is (StopReason.MAX_TRIALS if is_own else StopReason.BUDGET_USED)
 
@@ -256,10 +256,8 @@ def test_a_script_whose_own_config_alone_runs_ends_verified_within_the_budget() 
     number = store.claim(own, space, SEARCH, "", set())
     assert number is not None
     store.finish(number, ReplayExecutor(table).session(own, "").measure(own, SEARCH_SPEC, 60.0))
-    proposer = Proposer(
-        list(table.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True
-    )
-    found = Tuner(store, ReplayExecutor(table), proposer, space, hardware, budget_seconds=60.0, spent_seconds=9.0).run()
+    proposer = Proposer(list(table.rows), space, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True)
+    found = Tuner(store, ReplayExecutor(table), proposer, budget_seconds=60.0, spent_seconds=9.0).run()
     assert found.winner is not None
     assert (found.winner.candidate, found.verified) == (own, True)
     assert found.by_kind[OutcomeKind.OOM_DEVICE.value] >= 2
@@ -528,7 +526,7 @@ class Tighter(ReplayExecutor):
                     return super().measure(candidate, measure_spec, deadline_seconds)
                 outer.advance(outcome.seconds)
                 outer.failed.append(candidate)
-                self._ended = outcome.measurement is None
+                self.alive = outcome.measurement is not None
                 return outcome
 
         return Session(self, candidate)
@@ -577,7 +575,7 @@ def test_more_than_one_round_of_verifications_may_fail(replay_table: ReplayTable
 
 def test_what_fails_verification_is_not_what_gains_are_measured_against(replay_table: ReplayTable) -> None:
     job, hardware, candidates = replay_table.job(), replay_table.hardware(), sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, replay_table.space(), job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, replay_table.space(), 0, Predictor(job, hardware, trace_job(job)))
     leaderboard = Leaderboard(hardware)
     ran = sorted(
         (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and c.stage == 2),
@@ -618,8 +616,8 @@ def test_intervals_overlap() -> None:
     def at(seconds: float, spread: float) -> Measurement:
         return Measurement(seconds, spread, 5, 1 / seconds, 1.0, 1)
 
-    assert overlap(at(1.0, 0.1), at(1.1, 0.1))
-    assert not overlap(at(1.0, 0.01), at(1.1, 0.01))
+    assert SpeedRatio.of(at(1.0, 0.1), at(1.1, 0.1)).is_noise
+    assert not SpeedRatio.of(at(1.0, 0.01), at(1.1, 0.01)).is_noise
     assert too_short(2.0) is not None
     assert too_short(60.0) is None
     assert make_candidate() == make_candidate()
@@ -826,7 +824,7 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(re
 def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(replay_table: ReplayTable) -> None:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     fits = sorted((c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK), key=str)[:12]
-    proposer = Proposer(fits, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(fits, space, 0, Predictor(job, hardware, trace_job(job)))
     leaderboard = Leaderboard(hardware, job, fits)
 
     def learn(at: int, pace: float, role: str) -> None:
@@ -898,9 +896,9 @@ def test_a_resumed_study_believes_whom_it_believed_before(replay_table: ReplayTa
     candidates = sorted(replay_table.rows, key=str)
 
     def call(trials: int) -> Proposer:
-        proposer = Proposer(candidates, space, job, hardware, 1, kind(job, hardware, trace_job(job)), exhaustive=True)
+        proposer = Proposer(candidates, space, 1, kind(job, hardware, trace_job(job)), exhaustive=True)
         executor = ReplayExecutor(replay_table, 1)
-        Tuner(store, executor, proposer, space, hardware, budget_seconds=1800, max_trials=trials).run()
+        Tuner(store, executor, proposer, budget_seconds=1800, max_trials=trials).run()
         return proposer
 
     before = call(12)._model

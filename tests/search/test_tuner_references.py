@@ -64,8 +64,8 @@ def search(executor: Torch, budget: float, *, references: bool = True) -> tuple[
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
-    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, references=references)
+    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
+    tuner = Tuner(store, executor, proposer, budget_seconds=budget, references=references)
     return tuner.run(), store
 
 
@@ -136,8 +136,8 @@ def references(replay_table: ReplayTable, budget: float = 900, **changes: Any) -
     job, hardware, space, told = replay_table.job(), replay_table.hardware(), replay_table.space(), Told()
     job = dataclasses.replace(job, **changes)
     store = StudyStore.in_memory(job, hardware, space)
-    proposer = Proposer(list(replay_table.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
-    parts = (store, Torch(replay_table, FAST), proposer, space, hardware)
+    proposer = Proposer(list(replay_table.rows), space, 0, Predictor(job, hardware, trace_job(job)))
+    parts = (store, Torch(replay_table, FAST), proposer)
     found = Tuner(*parts, budget_seconds=budget, observer=told, references=True).references
     assert found is not None
     return found, told.said

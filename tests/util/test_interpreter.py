@@ -16,8 +16,6 @@ from autotune.problem.job import Job
 from autotune.util import interpreter
 from autotune.util.interpreter import (
     OWN,
-    OtherInterpreter,
-    OwnInterpreter,
     bound_command,
     console_script,
     interpreter_at,
@@ -56,28 +54,24 @@ def stand_in(path: Path, version: str = "3.12.1", **facts: object) -> Path:
 
 def test_the_tuners_own_is_no_other(tmp_path: Path) -> None:
     assert other_python(OWN) is None
-    assert isinstance(interpreter_at(sys.executable, "--python"), OwnInterpreter)
-    assert isinstance(interpreter_at(str(Path(sys.prefix)), "--python"), OwnInterpreter), (
-        "the folder of its environment"
-    )
-    assert OwnInterpreter().environment()["PYTHONPATH"].split(os.pathsep)[0] == str(
-        Path(interpreter.__file__).parents[2]
-    )
+    assert interpreter_at(sys.executable, "--python") is OWN
+    assert interpreter_at(str(Path(sys.prefix)), "--python") is OWN, "the folder of its environment"
+    assert OWN.environment()["PYTHONPATH"].split(os.pathsep)[0] == str(Path(interpreter.__file__).parents[2])
 
 
 def test_where_it_is_installed_nothing_is_put_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/users/own")
     monkeypatch.setattr(interpreter, "_PACKAGE", Path("/env/lib/python3.12/site-packages/autotune"))
-    assert OwnInterpreter().environment()["PYTHONPATH"] == "/users/own"
+    assert OWN.environment()["PYTHONPATH"] == "/users/own"
 
 
 def test_a_virtual_environment_is_another_though_its_python_is_the_same_file(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True, timeout=120)
     for typed in (tmp_path / "env", tmp_path / "env/bin/python"):
         found = interpreter_at(str(typed), "--python")
-        assert isinstance(found, OtherInterpreter)
+        assert found.is_other
         assert Path(found.path).parent == tmp_path / "env/bin"
-        assert found.python == OwnInterpreter().python
+        assert found.python == OWN.python
         assert (found.version("torch"), found.cuda, found.has("torch"), found.has("json")) == (None, None, False, True)
         assert found.origin("torch") is None
     assert Path(found.origin("json.decoder") or "").name == "decoder.py"
@@ -91,16 +85,16 @@ def test_a_module_of_the_current_folder_is_found_and_stands_in_for_no_library(
     (tmp_path / "mine.py").write_text("raise RuntimeError('nothing is imported')\n")
     version, facts = interpreter._query(sys.executable, "facts")
     assert version == ".".join(map(str, sys.version_info[:3]))
-    assert facts["versions"]["torch"] == OwnInterpreter().version("torch")
-    assert facts["cuda"] == OwnInterpreter().cuda
+    assert facts["versions"]["torch"] == OWN.version("torch")
+    assert facts["cuda"] == OWN.cuda
     assert interpreter._query(sys.executable, "origin", "mine")[1] == str(tmp_path / "mine.py")
-    assert OwnInterpreter().origin("mine") == str(tmp_path / "mine.py")
-    assert OwnInterpreter().origin("mine.nothing") is None
+    assert OWN.origin("mine") == str(tmp_path / "mine.py")
+    assert OWN.origin("mine.nothing") is None
     (tmp_path / "ours" / "deep").mkdir(parents=True)
     for name in ("ours/__init__.py", "ours/deep/inner.py"):
         (tmp_path / name).write_text("raise RuntimeError('a package of the user runs in no tuner')\n")
-    assert OwnInterpreter().origin("ours.deep.inner") == str(tmp_path / "ours/deep/inner.py")
-    assert OwnInterpreter().origin("ours.nothing.inner") is None
+    assert OWN.origin("ours.deep.inner") == str(tmp_path / "ours/deep/inner.py")
+    assert OWN.origin("ours.nothing.inner") is None
 
 
 def test_a_module_of_ours_is_run_apart_from_the_folder_it_is_called_from(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from autotune.problem.outcome import OutcomeKind, Phase
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.util.units import GIB
 from autotune.workers.failure_classifier import FailureEvidence
 from autotune.workers.memory_monitor import MemoryPeaks
@@ -22,6 +22,13 @@ _BASES = {
     "torch.distributed.DistNetworkError": ["torch.distributed.DistError", "builtins.RuntimeError"],
     "numpy.core._exceptions._ArrayMemoryError": ["builtins.MemoryError"],
 }
+
+
+def expected_outcome(
+    kind: OutcomeKind, phase: Phase, reason: str, evidence: str, source: Source, rank: int | None = None, **more: Any
+) -> Outcome:
+    """What `classify_failure` returns."""
+    return Outcome(kind, phase, reason=reason, evidence=evidence, source=source, rank=rank, **more)
 
 
 def name(failure: Failure) -> str:

@@ -8,14 +8,9 @@ from hypothesis import strategies as st
 
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import (
-    FailureEvidence,
-    FailureVerdict,
-    classify_failure,
-    is_memory_error,
-    is_secondary,
-)
+from autotune.workers.failure_classifier import FailureEvidence, classify_failure, is_memory_error, is_secondary
 from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
+from tests.workers.failures import expected_outcome
 
 CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 2.93 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.21 GiB is free. "
@@ -119,7 +114,7 @@ def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Outco
 def test_a_verdict_whole() -> None:
     assert classify_failure(
         FailureEvidence("cuda", [error("torch.OutOfMemoryError", f"\n  {CUDA_OOM}\nmore", "backward", rank=3)])
-    ) == FailureVerdict(
+    ) == expected_outcome(
         OutcomeKind.OOM_DEVICE,
         Phase.BACKWARD,
         f"OutOfMemoryError: {CUDA_OOM}",
@@ -131,7 +126,7 @@ def test_a_verdict_whole() -> None:
     )
     assert classify_failure(
         FailureEvidence("cpu", [error("builtins.KeyError", "x" * 400 + " tried to allocate 5 bytes")])
-    ) == FailureVerdict(
+    ) == expected_outcome(
         OutcomeKind.CRASH,
         Phase.FORWARD,
         f"KeyError: {'x' * 300}",
@@ -145,7 +140,7 @@ def test_a_verdict_whole() -> None:
 @pytest.mark.parametrize("kinds", [[], None])
 def test_an_error_of_which_nothing_is_known(kinds: list[str] | None) -> None:
     bare = {} if kinds is None else {"kinds": kinds, "phase": "nowhere"}
-    assert classify_failure(FailureEvidence("cpu", [bare])) == FailureVerdict(
+    assert classify_failure(FailureEvidence("cpu", [bare])) == expected_outcome(
         OutcomeKind.CRASH, Phase.INIT, "Exception: Exception", "exception Exception", Source.EXCEPTION
     )
 
@@ -288,7 +283,7 @@ def test_what_is_only_a_lost_peer(text: str, secondary: bool) -> None:
 def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
     verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
-    assert (verdict.source, verdict.signal, verdict.rank) == (Source.SIGNAL, signal.SIGSEGV, 1)
+    assert (verdict.source, verdict.evidence, verdict.rank) == (Source.SIGNAL, "SIGSEGV", 1)
     verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: 0}))
     assert (verdict.source, verdict.rank) == (Source.EXCEPTION, 0), "nobody died: the error is all there is"
     both = [lost, error("builtins.KeyError", "'x'", rank=2)]

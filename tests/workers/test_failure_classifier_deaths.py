@@ -7,14 +7,9 @@ import pytest
 
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import (
-    UNEQUAL_COLLECTIVES,
-    FailureEvidence,
-    FailureVerdict,
-    classify_failure,
-    log_tail,
-)
+from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, FailureEvidence, classify_failure, log_tail
 from autotune.workers.memory_monitor import MemoryPeaks
+from tests.workers.failures import expected_outcome
 from tests.workers.test_failure_classifier import CPU_OOM, CUDA_OOM, error
 
 
@@ -91,9 +86,7 @@ def test_death_by_signal(
     known = FailureEvidence(
         "cpu", statuses={1: -number}, phase=Phase.STEP, peaks=peaks, host_total_bytes=100 * GIB, logs={1: log}
     )
-    assert classify_failure(known) == FailureVerdict(
-        kind, Phase.STEP, reason, evidence, Source.SIGNAL, 1, signal=number
-    )
+    assert classify_failure(known) == expected_outcome(kind, Phase.STEP, reason, evidence, Source.SIGNAL, 1)
 
 
 def test_of_a_machine_of_unknown_size_a_kill_says_nothing() -> None:
@@ -122,7 +115,7 @@ def test_the_exceptions_type_outranks_a_signal_and_a_text() -> None:
 
 def test_silence() -> None:
     silent = FailureEvidence("cpu", statuses={0: 1}, timed_out="forward: nothing heard for 9 s", phase=Phase.FORWARD)
-    assert classify_failure(silent) == FailureVerdict(
+    assert classify_failure(silent) == expected_outcome(
         OutcomeKind.TIMEOUT,
         Phase.FORWARD,
         "no rank got on: forward: nothing heard for 9 s",
@@ -153,7 +146,7 @@ def test_exit_status(log: str, kind: OutcomeKind, reason: str, evidence: str) ->
 
 def test_nothing_at_all() -> None:
     for statuses in ({}, {0: 0, 1: 0}):
-        assert classify_failure(FailureEvidence("cpu", statuses=statuses, phase=Phase.SAVE)) == FailureVerdict(
+        assert classify_failure(FailureEvidence("cpu", statuses=statuses, phase=Phase.SAVE)) == expected_outcome(
             OutcomeKind.CRASH,
             Phase.SAVE,
             "the ranks ended without a result",

@@ -56,7 +56,7 @@ def test_a_folder_that_changes_is_another_hosts_build(tmp_path: Path) -> None:
     lock = make_lock(tmp_path, age_seconds=3600)
     built = tmp_path / "adam.o"
     built.touch()
-    waiter = threading.Thread(target=wait_for_lock, args=[lock, 1800.0], daemon=True)
+    waiter = threading.Thread(target=wait_for_lock, args=[lock], daemon=True)
     waiter.start()
     waiter.join(0.7)
     assert lock.exists(), "something in its folder is new"

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from autotune.rank.devices import data_bytes
+from autotune.util.linux import data_bytes
 from autotune.util.units import MIB
 from autotune.workers import memory_monitor
 from tests.conftest import wait_until

@@ -1,4 +1,4 @@
-"""node-side process."""
+"""`autotune agent`: a node's side of a study, at the end of a stream."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ from autotune.workers.protocol import Message, Stream
 
 # -- agent -------------------------------------------------------------------------------------------------------------
 #
-# `autotune agent`: a node's side of a study, at the end of a stream.
-#
 # The agent reads requests from standard input, answers on standard output (`rpc.py`) and listens on no port. When its
 # input ends, its tuner is silent or a signal arrives, the agent ends with all that it has started.
 
@@ -72,14 +70,13 @@ class Agent:
         self.folder = self._home.path
         self._kept = ExitStack()  # locks
         self.interpreter: Interpreter = OWN  # of the ranks
-        ops = Ops(lambda text: self._send("say", text=text), lambda text: self._send("show", text=text))
-        self.machine = LocalMachine(self.folder, ops, lambda: self._ending.is_set())
+        self.machine = LocalMachine(self.folder, Ops(self._say), self._ending.is_set)
         self.needs: RankRequirements | None = None
         self.hardware: Hardware | None = None
         self.meter: Any = None
         self.host_workers: LocalWorkers | None = None
-        self._parts: list[bytes] = []  # received pieces of a folder
-        self._path_map = PathMap()
+        self.parts: list[bytes] = []  # received pieces of a folder
+        self.path_map = PathMap()
         self._lasting: list[ReceivedFolder] = []  # sent folders that may contain a training's files
         self._sent_statuses: dict[int, int] = {}  # exit codes that were sent to the tuner
         self._hung_up = False
@@ -127,6 +124,10 @@ class Agent:
     def _send(self, verb: str, **fields: Any) -> None:
         self._stream.send(verb, **fields)
 
+    def _say(self, text: str) -> None:
+        """Send a line for the user."""
+        self._send("say", text=text)
+
     # -- what the ranks do -------------------------------------------------------------------------------------------
 
     def _forward_events(self) -> None:
@@ -150,7 +151,7 @@ class Agent:
 
     def _handle(self, request: Message) -> None:
         verb, number = request.pop("type"), request.pop("ask", None)
-        answer: dict[str, Any]
+        answer: Mapping[str, Any]
         try:
             answer = HANDLERS[verb](self, **request) or {}
         except UserError as error:
@@ -166,17 +167,9 @@ class Agent:
         elif verb == "brief" and "failure" in answer:  # the ranks would wait forever
             self._send("failed", text=answer["text"])
 
-    def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
-        """Return whether this node has an identical copy of a folder at the same path."""
-        return {"there": has_identical_files(manifest)}
-
-    def on_part(self, *, data: str) -> None:
-        """Store a received piece of a folder."""
-        self._parts.append(base64.b64decode(data))
-
     def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
         """Unpack the received pieces into a folder."""
-        data, self._parts = b"".join(self._parts), []
+        data, self.parts = b"".join(self.parts), []
         old = manifest["folder"]
         name = f"{Path(old).name}-{hashlib.sha256(old.encode()).hexdigest()[:8]}"
         place = self.folder / "sent" / name
@@ -187,7 +180,7 @@ class Agent:
         if lasting:
             self._lasting.append(deposit)
         kept = deposit.unpack(data)
-        self._path_map.places[old] = str(place)
+        self.path_map.places[old] = str(place)
         return {"folder": str(place), "kept": kept}
 
     def _lock_folder(self, place: Path) -> None:
@@ -202,12 +195,12 @@ class Agent:
         self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
     ) -> dict[str, Any]:
         """Run `agent.survey` with the ranks' environment, Python and working directory, if they exist here."""
-        os.environ.update(self._path_map.all_of(env))
+        os.environ.update(self.path_map.all_of(env))
         with suppress(OSError):
-            os.chdir(self._path_map.path(cwd))
+            os.chdir(self.path_map.path(cwd))
         if python is not None:
             self.interpreter = interpreter_at(python, "--python")
-        return survey(path=self._path_map.path(path), **asked, interpreter=self.interpreter)
+        return survey(path=self.path_map.path(path), **asked, interpreter=self.interpreter)
 
     def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
         """Hold the node's devices and prepare for starting ranks."""
@@ -215,9 +208,9 @@ class Agent:
         self.machine.close()
         if self.hardware is None:
             self.hardware = Hardware.from_json(hardware)
-            self._kept.enter_context(lock_gpus(self.hardware, who, lambda text: self._send("say", text=text)))
+            self._kept.enter_context(lock_gpus(self.hardware, who, self._say))
             self.meter = make_meter(self.hardware)
-        self.needs = RankRequirements(**self._path_map.all_of(needs), interpreter=self.interpreter)
+        self.needs = RankRequirements(**self.path_map.all_of(needs), interpreter=self.interpreter)
         self.machine.open(self.needs)
 
     def on_ops(self, *, names: list[str]) -> dict[str, Any]:
@@ -234,32 +227,28 @@ class Agent:
         assert self.hardware is not None
         self._end_workers(done=False)
         meter = self.meter if gauged else None
-        print_line = lambda text: self._send("say", text=text)  # noqa: E731
-        workers = LocalWorkers(self.machine.launcher, self.hardware, meter, print_line, (node[0], node[1]))
+        workers = LocalWorkers(self.machine.launcher, self.hardware, meter, self._say, (node[0], node[1]))
         self.host_workers, self._sent_statuses, self._hung_up = workers, {}, False
         deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
-        workers.launch(
-            entry, numbers, deadline=deadline, cancelled=lambda: self._ending.is_set() or self._launch_is_superseded()
-        )
+        workers.launch(entry, numbers, deadline=deadline, cancelled=self._launch_is_superseded)
         return {"pids": workers.pids, "waited_seconds": workers.waited_seconds}
 
     def _launch_is_superseded(self) -> bool:
-        """Return True if a pending request ends the launch: `end`, or a signal other than a notice."""
-        return any(
+        """Return True if this agent ends, or a request that ends the launch is pending: `end`, or a signal but a notice."""
+        return self._ending.is_set() or any(
             request["type"] == "end" or (request["type"] == "signal" and request["number"] not in NOTICES)
             for request in list(self._requests.queue)
         )
 
-    def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
+    def on_brief(self, *, spec: Message, logs: bool) -> None:
         """Create the ranks' files on this machine's disk, then send the ranks their spec."""
-        running, spec = self._running(), self._path_map.all_of(spec)
+        running, spec = self.running, self.path_map.all_of(spec)
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         if "sandbox" in spec or "candidate" in spec:
             self._make_files(spec, running.home)
         running.send_specs(spec, folder if logs else None)
-        running.begin(workers)
 
     def _make_files(self, spec: Message, home: Path) -> None:
         """Create the ranks' files on this machine's disk, and add their location to the spec."""
@@ -273,47 +262,22 @@ class Agent:
             write_trial_files(job, candidate, home, quiet=False)
             spec["folder"] = str(home)
 
-    def _running(self) -> LocalWorkers:
+    @property
+    def running(self) -> LocalWorkers:
+        """The ranks of this node.
+
+        Raises:
+            OSError: none were launched. Only a request's answer tells the tuner.
+        """
         if self.host_workers is None:
             raise OSError(0, "no ranks were launched")
         return self.host_workers
 
-    def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
-        """Forward a message to all ranks of this node."""
-        if self.host_workers is not None:
-            self.host_workers.send(what, **self._path_map.all_of(fields))
-
-    def on_look_anew(self) -> None:
-        """Restart the liveness check of the ranks."""
-        if self.host_workers is not None:
-            self.host_workers.reset_liveness_baseline()
-
-    def on_get_on(self, *, waiting: list[int]) -> dict[str, Any]:
-        """Return the liveness of the ranks, given the ranks that others wait for."""
-        return {"alive": self._running().is_progressing(set(waiting))}
-
-    def on_place(self, *, rank: int, device: str) -> None:
-        """Register the device of a rank."""
-        self._running().register_device(rank, device)
-
-    def on_peaks(self) -> dict[str, Any]:
-        """Return the peaks of this node's ranks."""
-        return {"peaks": dataclasses.asdict(self._running().peaks())}
-
-    def on_reset_peaks(self) -> None:
-        """Reset the peaks of this node's ranks."""
-        self._running().reset_peaks()
-
     def on_last_words(self, *, greeted: bool) -> dict[str, Any]:
         """Return the ends of the ranks' logs."""
-        workers = self._running()
+        workers = self.running
         self._forward_events()
         return {"logs": workers.log_tails(greeted)}
-
-    def on_signal(self, *, number: int, pids: list[int]) -> None:
-        """Send a signal to ranks of this node."""
-        if self.host_workers is not None:
-            self.host_workers.signal(signal.Signals(number), pids)
 
     def notify(self, number: signal.Signals) -> None:
         """Forward a signal of this process to the ranks, without ending them."""
@@ -328,10 +292,6 @@ class Agent:
         shutil.rmtree(self.folder / "logs", ignore_errors=True)
         return {"logs": {rank: text for rank, text in logs.items() if text}}
 
-    def on_exists(self, *, path: str) -> dict[str, Any]:
-        """Return True under `there` if a path exists on this node."""
-        return {"there": Path(path).exists()}
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _end_workers(self, *, done: bool) -> None:
@@ -343,7 +303,7 @@ class Agent:
             remove_scratch(self.folder)
 
     def _forward_messages(self, workers: LocalWorkers) -> None:
-        back = self._path_map.back
+        back = self.path_map.back
         for rank, message in workers.receive():
             self._send("said", rank=rank, message=back.all_of(message))
 
@@ -368,23 +328,23 @@ class Agent:
 
 
 # Handler of each verb; it takes the message's fields by name and returns the fields of the answer.
-HANDLERS: Mapping[Verb, Callable[..., dict[str, Any] | None]] = {
+HANDLERS: Mapping[Verb, Callable[..., Mapping[str, Any] | None]] = {
     "brief": Agent.on_brief,
-    "compare": Agent.on_compare,
+    "compare": lambda agent, manifest, lasting: {"there": has_identical_files(manifest)},
     "end": Agent.on_end,
-    "exists": Agent.on_exists,
-    "get_on": Agent.on_get_on,
+    "exists": lambda agent, path: {"there": Path(path).exists()},
+    "get_on": lambda agent, waiting: {"alive": agent.running.is_progressing(set(waiting))},
     "last_words": Agent.on_last_words,
     "launch": Agent.on_launch,
-    "look_anew": Agent.on_look_anew,
+    "look_anew": lambda agent: agent.running.reset_liveness_baseline(),
     "open": Agent.on_open,
     "ops": Agent.on_ops,
-    "part": Agent.on_part,
-    "pass_on": Agent.on_pass_on,
-    "peaks": Agent.on_peaks,
-    "place": Agent.on_place,
-    "reset_peaks": Agent.on_reset_peaks,
-    "signal": Agent.on_signal,
+    "part": lambda agent, data: agent.parts.append(base64.b64decode(data)),
+    "pass_on": lambda agent, what, fields: agent.running.send(what, **agent.path_map.all_of(fields)),
+    "peaks": lambda agent: {"peaks": dataclasses.asdict(agent.running.peaks())},
+    "place": lambda agent, rank, device: agent.running.register_device(rank, device),
+    "reset_peaks": lambda agent: agent.running.reset_peaks(),
+    "signal": lambda agent, number, pids: agent.running.signal(signal.Signals(number), pids),
     "survey": Agent.on_survey,
     "unpack": Agent.on_unpack,
 }
@@ -416,8 +376,6 @@ def main() -> None:
 
 
 # -- node survey -------------------------------------------------------------------------------------------------------
-#
-# Survey of a node, for the comparison of all nodes before anything starts.
 
 LEAST_FREE_BYTES = 64 * 2**20  # bytes free on a disk for logs
 _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
@@ -427,15 +385,7 @@ _ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
 def survey(
     *, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str, interpreter: Interpreter = OWN
 ) -> dict[str, Any]:
-    """Return all values that the tuner compares, as JSON.
-
-    Args:
-        device: `auto`, `cuda` or `cpu`.
-        count: number of devices that the job uses on this node.
-        headroom: share of capacity left free.
-        memory_cap_bytes: limit per rank.
-        path: the script's folder, which must exist; empty without a script.
-        interpreter: of the ranks.
+    """Return all values that the tuner compares before anything starts, as JSON. `count` is the number of devices in use.
 
     Raises:
         UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
@@ -449,13 +399,14 @@ def survey(
     if held:
         raise UserError(f"{held[0]}: wait for it, or leave the node out")
     versions = {package: found for package in PACKAGES if (found := interpreter.version(package))}
+    by_ray, by_ssh = os.environ.get(_ADDRESS_OF_RAY), os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
     return {
         "hardware": hardware.to_json(),
         "versions": {**versions, "cuda": interpreter.cuda, "nccl": interpreter.nccl, "driver": _driver()},
         "threads": threads_per_rank(count),
         "clock": time.time(),
         "addresses": addresses(),
-        "reached_at": _reached_at(),
+        "reached_at": [by_ray] if by_ray else by_ssh,  # by the transport; empty if unknown
         "hostname": socket.gethostname(),
     }
 
@@ -481,22 +432,11 @@ def addresses() -> list[tuple[str, str, int]]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [(name, one) for name, known in psutil.net_if_addrs().items() if name in up for one in known]
     return [
-        (name, one.address, _prefix(one.netmask, most))
+        (name, one.address, int(ipaddress.ip_address(one.netmask)).bit_count() if one.netmask else most)
         for family, most in ((socket.AF_INET, 32), (socket.AF_INET6, 128))
         for name, one in found
         if one.family == family and not (most == 128 and ipaddress.ip_address(one.address).is_link_local)
     ]
-
-
-def _prefix(mask: str | None, most: int) -> int:
-    """Return the number of bits that a netmask sets; all bits without a netmask."""
-    return int(ipaddress.ip_address(mask)).bit_count() if mask else most
-
-
-def _reached_at() -> list[str]:
-    """Return the address by which the transport reached this node; empty if unknown."""
-    by_ray = os.environ.get(_ADDRESS_OF_RAY)
-    return [by_ray] if by_ray else os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
 
 
 def _driver() -> str | None:

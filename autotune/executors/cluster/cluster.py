@@ -22,6 +22,7 @@ from autotune.executors.cluster.rpc import (
     NodeDown,
     NoGreeting,
     RemoteWorkers,
+    Verb,
 )
 from autotune.executors.cluster.sync import CHUNK_BYTES, SyncManifest
 from autotune.executors.cluster.transports import Host, Transport
@@ -32,8 +33,6 @@ from autotune.workers.host_workers import HostWorkers, MultiHostLaunch
 from autotune.workers.protocol import Message
 
 # -- cluster -----------------------------------------------------------------------------------------------------------
-#
-# Nodes of a job: connect, compare, prepare, and reconnect after a loss.
 
 _SURVEY_SECONDS = 120.0  # seconds; without persistence mode each of eight GPUs takes seconds to wake
 _OPEN_SECONDS = 1900.0  # seconds; imports from a slow disk, ended earlier by the agent's own limit
@@ -59,11 +58,8 @@ SENT_PREFIXES = (
 def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that are sent to the nodes.
 
-    Args:
-        also: further names, from the user.
-
     Raises:
-        UserError: one of these is not set.
+        UserError: one of `also`, which the user has named, is not set.
     """
     for name in also:
         if name not in environment:
@@ -77,31 +73,18 @@ def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """Requirements of a job for its nodes.
+    """Requirements of a job for its nodes."""
 
-    Args:
-        device: `auto`, `cuda` or `cpu`.
-        headroom: share of capacity left free.
-        memory_cap_bytes: limit per rank.
-        path: the script's folder, which must exist on each node; empty without a script.
-        interface: network interface between the nodes; None: detected.
-        variables: the user's variables that are sent in addition to `SENT`.
-        parcels: folders to send to nodes that lack them.
-        preamble: first bytes of the stream for a transport that syncs, see `transports.py`.
-        lasting: files that ranks write into sent folders are kept, as for a training.
-        interpreter: of the ranks here, whose path and versions the nodes must have.
-    """
-
-    device: str = "auto"
-    headroom: float = 0.05
-    memory_cap_bytes: int | None = None
-    path: str = ""
-    interface: str | None = None
-    variables: tuple[str, ...] = ()
-    parcels: tuple[SyncManifest, ...] = ()
-    preamble: bytes = b""
-    lasting: bool = False
-    interpreter: Interpreter = OWN
+    device: str = "auto"  # `auto`, `cuda` or `cpu`
+    headroom: float = 0.05  # share of capacity left free
+    memory_cap_bytes: int | None = None  # limit per rank
+    path: str = ""  # the script's folder, which must exist on each node; empty without a script
+    interface: str | None = None  # network interface between the nodes; None: detected
+    variables: tuple[str, ...] = ()  # the user's variables that are sent in addition to `SENT`
+    parcels: tuple[SyncManifest, ...] = ()  # folders to send to nodes that lack them
+    preamble: bytes = b""  # first bytes of the stream for a transport that syncs, see `transports.py`
+    lasting: bool = False  # files that ranks write into sent folders are kept, as for a training
+    interpreter: Interpreter = OWN  # of the ranks here, whose path and versions the nodes must have
 
 
 def _kept_files_note(answer: Message) -> str:
@@ -125,26 +108,21 @@ class Node:
         """Return the node's host name."""
         return self.host.name
 
+    def begin(self, verb: Verb, **fields: Any) -> tuple[Node, int]:
+        """Send a request, and return the node and the request's number."""
+        return self, self.connection.begin(verb, **fields)
+
 
 @dataclass
 class Cluster:
-    """Nodes that start groups of ranks, like `LocalMachine` on this machine.
-
-    Args:
-        transport: starts the agents.
-        requirements: requirements for the nodes.
-        folder: for the standard error of transports and agents.
-        who: holder of the nodes' devices in messages to other users, such as `study NAME`.
-        print_line: receives lines for the user.
-        cancelled: True if the user cancelled.
-    """
+    """Nodes that start groups of ranks, like `LocalMachine` on this machine."""
 
     hosts: Sequence[Host]
     transport: Transport
     requirements: NodeRequirements
-    folder: Path
-    who: str = "a study"
-    print_line: Callable[[str], None] = lambda text: None
+    folder: Path  # for the standard error of transports and agents
+    who: str = "a study"  # holder of the nodes' devices in messages to other users
+    print_line: Callable[[str], None] = lambda text: None  # receives lines for the user
     cancelled: Callable[[], bool] = lambda: False
     echo: bool = False  # copy the ranks' output to this process's standard error, for a training
     ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
@@ -174,12 +152,11 @@ class Cluster:
     def _start(self, host: Host) -> AgentConnection:
         log = self.folder / f"{host.name.replace('/', '_')}.log"
         log.unlink(missing_ok=True)
+        command = self.transport.command(host.name)
         try:
-            return AgentConnection(host.name, self.transport.command(host.name), log, self.requirements.preamble)
+            return AgentConnection(host.name, command, log, self.requirements.preamble)
         except OSError as error:
-            raise UserError(
-                f"node {host.name}: {self.transport.command(host.name)[0]} cannot be run ({error.strerror})"
-            ) from None
+            raise UserError(f"node {host.name}: {command[0]} cannot be run ({error.strerror})") from None
 
     def _greet(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -197,18 +174,19 @@ class Cluster:
             for parcel in requirements.parcels:
                 self._send(node, parcel)
         for node in nodes:
-            env = sent_variables(os.environ, requirements.variables) | self._devices(node.host)
-            count = len(node.host.slots)
+            ours = node.host.slots
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ours))} if node.host.chosen else {}
             what = {
+                "env": sent_variables(os.environ, requirements.variables) | devices,
                 "device": requirements.device,
-                "count": count,
+                "count": len(ours),
                 "headroom": requirements.headroom,
+                "memory_cap_bytes": requirements.memory_cap_bytes,
                 "path": requirements.path,
+                "python": other_python(requirements.interpreter),
+                "cwd": str(Path.cwd()),
             }
-            cap = requirements.memory_cap_bytes
-            ranks = {"python": other_python(requirements.interpreter), "cwd": str(Path.cwd())}
-            number = node.connection.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
-            asked.append((node, number))
+            asked.append(node.begin("survey", **what))
         for node, number in asked:
             node.survey = self._await_answer(node, number, _SURVEY_SECONDS)
             node.hardware = Hardware.from_json(node.survey["hardware"])
@@ -216,17 +194,13 @@ class Cluster:
     def _send(self, node: Node, parcel: SyncManifest) -> None:
         """Send a folder to the node unless an identical copy is there."""
         about = {"manifest": parcel.manifest, "lasting": self.requirements.lasting}
-        if self._await_answer(node, node.connection.begin("compare", **about), _SURVEY_SECONDS)["there"]:
+        if self._await_answer(*node.begin("compare", **about), _SURVEY_SECONDS)["there"]:
             return
         data = parcel.archive
         for at in range(0, len(data), CHUNK_BYTES):
             node.connection.send("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
-        answer = self._await_answer(node, node.connection.begin("unpack", **about), _SURVEY_SECONDS)
+        answer = self._await_answer(*node.begin("unpack", **about), _SURVEY_SECONDS)
         self.print_line(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
-
-    @staticmethod
-    def _devices(host: Host) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
 
     def _compare(self) -> Hardware:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
@@ -236,10 +210,13 @@ class Cluster:
         threads = min(int(survey["threads"]) for survey in surveys)
         return combined([node.hardware for node in self.nodes if node.hardware is not None], threads)
 
-    def _await_answer(
-        self, node: Node, number: int, seconds: float, take: Callable[[Message], None] | None = None
-    ) -> Message:
+    def _await_answer(self, node: Node, number: int, seconds: float) -> Message:
         """Wait for an answer during setup; a failure is raised as UserError, because the user has to fix it."""
+
+        def take(event: Message) -> None:
+            if event["type"] == "say":
+                self.print_line(f"{node.name}: {event['text']}")
+
         try:
             return node.connection.finish(number, seconds, self.cancelled, take)
         except (NodeDown, OSError) as error:
@@ -280,16 +257,9 @@ class Cluster:
                 node.connection.start_echo()
             needs = {key: value for key, value in dataclasses.asdict(self._needs).items() if key != "interpreter"}
             what = {"needs": needs, "hardware": node.hardware.to_json()}  # the agent has the node's interpreter
-            asked.append((node, node.connection.begin("open", **what, env=env, who=self.who)))
+            asked.append(node.begin("open", **what, env=env, who=self.who))
         for node, number in asked:
-            self._await_answer(node, number, _OPEN_SECONDS, self._event_handler(node))
-
-    def _event_handler(self, node: Node) -> Callable[[Message], None]:
-        def take(event: Message) -> None:
-            if event["type"] == "say":
-                self.print_line(f"{node.name}: {event['text']}")
-
-        return take
+            self._await_answer(node, number, _OPEN_SECONDS)
 
     def _interface_variables(self, at: int) -> dict[str, str]:
         assert self._rendezvous is not None
@@ -309,10 +279,8 @@ class Cluster:
         # The first node builds alone. The other nodes find its result in a shared home, where locks may not work across
         # machines.
         for some in (nodes[:1], nodes[1:]) if names else ():
-            asked = [(node, node.connection.begin("ops", names=names)) for node in some]
-            answers += [
-                self._await_answer(node, number, _OPS_SECONDS, self._event_handler(node)) for node, number in asked
-            ]
+            asked = [node.begin("ops", names=names) for node in some]
+            answers += [self._await_answer(node, number, _OPS_SECONDS) for node, number in asked]
         for answer in answers:
             self.ops.failed.update(answer["failed"])
             self.ops.folder = answer["folder"]
@@ -371,7 +339,7 @@ class Cluster:
         """Return True if every node has this path, as on a shared file system."""
         if self.broken:
             return False
-        asked = [(node, node.connection.begin("exists", path=str(path))) for node in self.nodes]
+        asked = [node.begin("exists", path=str(path)) for node in self.nodes]
         try:
             return all(node.connection.finish(number, _SURVEY_SECONDS)["there"] for node, number in asked)
         except NodeDown:
@@ -386,8 +354,6 @@ class Cluster:
 
 
 # -- comparison of nodes -----------------------------------------------------------------------------------------------
-#
-# Check that the nodes of a job are alike. All differences are reported in one line before anything starts.
 
 MOST_CLOCK_SECONDS = 30.0  # seconds of clock difference; caches, leases and checkpoints depend on times
 
@@ -437,17 +403,11 @@ def check_versions_and_clocks(
 
 
 def combined(parts: Sequence[Hardware], threads: int) -> Hardware:
-    """Return the hardware of all nodes together. The node with the least memory determines the capacity.
-
-    Args:
-        parts: the hardware of each node.
-        threads: CPU threads per rank.
-    """
-    first = parts[0]
+    """Return the hardware of all nodes together. The node with the least memory determines the capacity."""
     free = min(part.memory_bytes - part.taken_bytes for part in parts)
     memory = min(part.memory_bytes for part in parts)
     return dataclasses.replace(
-        first,
+        parts[0],
         count=sum(part.count for part in parts),
         nodes=len(parts),
         memory_bytes=memory,
@@ -459,8 +419,6 @@ def combined(parts: Sequence[Hardware], threads: int) -> Hardware:
 
 
 # -- network -----------------------------------------------------------------------------------------------------------
-#
-# Choose the addresses by which the nodes of a job reach each other.
 
 _Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 # Interface variables of the libraries. Variables that the user has set are kept.
@@ -484,7 +442,6 @@ def rendezvous_network(
     without a common IPv4 network, because some libraries and scripts cannot read IPv6 addresses.
 
     Args:
-        surveys: the nodes' surveys, see `agent.survey`.
         interface: required interface, with the same name on every node.
 
     Raises:

@@ -16,8 +16,11 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
+
+from autotune.util.units import counted
 
 # Environment variables of a Ray worker that ranks must not inherit: Ray's own, and Ray's choice of threads.
 _RAYS = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
@@ -95,18 +98,13 @@ class AgentActor:
 
 
 class Driver:
-    """The Ray job.
-
-    Args:
-        ask: the request of `ray_transport.RayNodes`.
-    """
+    """The Ray job."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
         self._ask = ask
         self._group: Any = None
         self._bundle: dict[str, float] = {}
         self._carried: list[threading.Thread] = []
-        self._ending = threading.Event()
 
     # -- placing -----------------------------------------------------------------------------------------------------
 
@@ -129,8 +127,9 @@ class Driver:
         if not self._group.wait(seconds):
             free = ray.available_resources()
             left = ", ".join(f"{free.get(what, 0):g} {what}" for what in ("GPU", "CPU") if what in bundle)
+            wanted = ", ".join(f"{value:g} {what}" for what, value in bundle.items())
             raise Refused(
-                f"{count} x {format_resources(bundle)} cannot be had within {seconds:.0f} s: others hold them; the cluster has "
+                f"{count} x {{{wanted}}} cannot be had within {seconds:.0f} s: others hold them; the cluster has "
                 f"{described(alive)}, of which {left} in all are free now: wait for them, or ask for less (--nodes, --gpus)"
             )
         at = placement_group_table(self._group)["bundles_to_node_id"]
@@ -255,7 +254,6 @@ def bundle_of(
     """Return the resources to reserve on each node, and the number of nodes.
 
     Args:
-        nodes: nodes as returned by `ray.nodes()`.
         count: number of nodes; None: one.
         per_node: devices per node; None: as many as each of the `count` largest nodes has.
         device: `auto`, `cuda` or `cpu`.
@@ -282,23 +280,12 @@ def bundle_of(
     return {"GPU": float(each)} | ({"CPU": float(cpus_each)} if cpus_each else {}), count
 
 
-def format_resources(bundle: dict[str, float]) -> str:
-    """Return the text of a bundle of Ray resources."""
-    return "{" + ", ".join(f"{value:g} {what}" for what, value in bundle.items()) + "}"
-
-
 def described(nodes: list[dict[str, Any]]) -> str:
     """Describe a cluster: the number of nodes by their resources."""
-    kinds: dict[str, int] = {}
-    for node in nodes:
-        found = node["Resources"]
-        what = (
-            " and ".join(f"{found[one]:g} {one}" for one in ("GPU", "CPU") if found.get(one)) or "neither GPU nor CPU"
-        )
-        kinds[what] = kinds.get(what, 0) + 1
-    return (
-        ", ".join(f"{count} node{'s' if count > 1 else ''} with {what}" for what, count in kinds.items()) or "no node"
-    )
+    all_ = [node["Resources"] for node in nodes]
+    each = [" and ".join(f"{one[what]:g} {what}" for what in ("GPU", "CPU") if one.get(what)) for one in all_]
+    kinds = Counter(what or "neither GPU nor CPU" for what in each)
+    return ", ".join(f"{counted(count, 'node')} with {what}" for what, count in kinds.items()) or "no node"
 
 
 def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
@@ -313,11 +300,9 @@ def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
 
 def ray_error_line(error: Exception) -> str:
     """Return a Ray error in one line, without leading ids."""
+    ids = ("class_name", "actor_id", "pid", "namespace", "ip", "name")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [
-        line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "namespace", "ip", "name"))
-    ]
-    return f"{type(error).__name__}: {' '.join(telling)[:400]}"
+    return f"{type(error).__name__}: {' '.join(line for line in lines if not line.startswith(ids))[:400]}"
 
 
 def main() -> None:

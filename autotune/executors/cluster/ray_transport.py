@@ -18,10 +18,10 @@ from typing import Any
 from autotune._version import install_command
 from autotune.errors import UserError
 from autotune.executors.cluster.rpc import SILENT_SECONDS, NoGreeting
-from autotune.executors.cluster.transports import PACKAGE, Host, agent_words, agents_complaint
+from autotune.executors.cluster.transports import Host, agent_words, agents_complaint
 from autotune.util.entry_points import RAY_DRIVER
 from autotune.util.files import SocketFolder
-from autotune.util.interpreter import module_command
+from autotune.util.interpreter import OWN, module_command
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.protocol import Message, Stream
 
@@ -56,22 +56,13 @@ def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) 
 
 @dataclass
 class RayNodes:
-    """Transport whose nodes Ray reserves.
+    """Transport whose nodes Ray reserves."""
 
-    Args:
-        address: see `ray_address`.
-        folder: for the driver's log.
-        print_line: receives lines for the user.
-        place_seconds: wait for resources that other jobs hold; None: the driver's default.
-    """
-
-    address: str
-    folder: Path
-    print_line: Callable[[str], None] = lambda text: None
-    python: str = sys.executable
-    package: Path = PACKAGE
+    address: str  # see `ray_address`
+    folder: Path  # for the driver's log
+    print_line: Callable[[str], None] = lambda text: None  # receives lines for the user
     sync: bool = False
-    place_seconds: float | None = None
+    place_seconds: float | None = None  # wait for resources that other jobs hold; None: the driver's default
     _ask: Message = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
     _bundles: list[int] = field(default_factory=list)
@@ -106,20 +97,19 @@ class RayNodes:
         log = self.folder / "ray.log"
         with log.open("ab") as errors:
             self._driver = subprocess.Popen(
-                module_command(self.python, RAY_DRIVER),
+                module_command(OWN.path, RAY_DRIVER),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C reaches the whole terminal; the tuner decides
-                env={**os.environ, "PYTHONPATH": _before(str(PACKAGE.parent), os.environ.get("PYTHONPATH", ""))},
+                env=OWN.environment(),
             )
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
         stream = Stream(self._driver.stdout.fileno(), self._driver.stdin.fileno(), SILENT_SECONDS)
         seconds = {} if self.place_seconds is None else {"seconds": self.place_seconds}
-        command = agent_words(self.python, self.package, sync=self.sync)
-        where = {"address": self.address, "socket": str(self._socket), "command": command}
+        where = {"address": self.address, "socket": str(self._socket), "command": agent_words(sync=self.sync)}
         stream.send("place", **self._ask, **where, **seconds)
         answer = stream.receive(_PLACE_SECONDS + (self.place_seconds or 0.0))
         if answer is None or answer["type"] != "placed":
@@ -148,14 +138,14 @@ class RayNodes:
             self.print_line("the driver at Ray is gone: placing the nodes anew")
             self._place()
         bundle = self._bundles[self._names.index(node)]
-        return [self.python, "-S", "-E", str(_RELAY), str(self._socket), str(bundle)]
+        return [OWN.path, "-S", "-E", str(_RELAY), str(self._socket), str(bundle)]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start."""
         said = [line for line in failure.log.splitlines() if line.startswith("ray: ")]
         if said and not failure.received:
             return f"node {node}: Ray carries no agent there ({said[-1].removeprefix('ray: ')[:300]})"
-        return agents_complaint(node, failure, self.python, self.package)
+        return agents_complaint(node, failure)
 
     def close(self) -> None:
         """Return the nodes to Ray and end all that still runs there."""
@@ -174,7 +164,3 @@ class RayNodes:
         if self._home is not None:
             self._home.close()
             self._home = None
-
-
-def _before(first: str, others: str) -> str:
-    return os.pathsep.join(filter(None, [first, others]))

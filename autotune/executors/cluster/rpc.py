@@ -22,11 +22,6 @@ from autotune.workers.memory_monitor import MemoryPeaks
 from autotune.workers.protocol import Message, Stream
 
 # -- output of ranks ---------------------------------------------------------------------------------------------------
-#
-# Copy a training's output from the nodes to standard error without blocking the producer.
-#
-# A terminal after Ctrl-S or a pager may not read for hours. ssh carries the ranks' output and the agent's heartbeats
-# over one channel, so an unread output would block the heartbeats, and the node would be given up.
 
 _MOST_BYTES = 8 * 2**20  # bytes in the buffer
 _PIECE_BYTES = select.PIPE_BUF  # bytes that a writable pipe accepts without blocking
@@ -35,14 +30,13 @@ _PATIENCE_SECONDS = 1.0  # seconds; wait at the end for a reader that does not r
 
 
 class OutputForwarder:
-    """Buffer bytes and write them in a thread.
+    """Buffer bytes and write them in a thread. A full buffer drops the oldest bytes, with a note in the output.
 
-    A full buffer drops the oldest bytes, with a note in the output.
+    A terminal after Ctrl-S or a pager may not read for hours. ssh carries the ranks' output and the agent's heartbeats
+    over one channel, so an unread output would block the heartbeats, and the node would be given up.
 
     Args:
-        descriptor: destination.
         log: log file that the note refers to.
-        most_bytes: size of the buffer.
     """
 
     def __init__(self, descriptor: int, log: Path, most_bytes: int = _MOST_BYTES) -> None:
@@ -110,10 +104,8 @@ class OutputForwarder:
 
 # -- protocol shared with the agent ------------------------------------------------------------------------------------
 #
-# Protocol between the tuner and the agents of its nodes: timing, and conversion to JSON.
-#
 # The tuner sends numbered requests (`ask`), which the agent answers in order, and messages without an answer (`send`).
-# The agent sends answers, messages of ranks (`said`), exit codes (`exited`) and lines for the user (`print_line`). Both sides
+# The agent sends answers, messages of ranks (`said`), exit codes (`exited`) and lines for the user (`say`). Both sides
 # send heartbeats (`beat`). A side without input for `SILENT_SECONDS` treats the peer as gone. The agent then ends all
 # that it has started, as at the end of its standard input.
 
@@ -129,11 +121,6 @@ Verb = Literal[
     "signal", "end", "look_anew", "get_on", "place", "peaks", "reset_peaks", "last_words",
 ]
 # fmt: on
-
-
-def peaks_of(data: dict[str, Any]) -> MemoryPeaks:
-    """Convert JSON to MemoryPeaks; JSON keys are strings."""
-    return MemoryPeaks(**{**data, "grown": by_rank(data["grown"])})
 
 
 def by_rank(data: dict[str, Any]) -> dict[int, Any]:
@@ -154,8 +141,6 @@ def own_stream(patience_seconds: float) -> Stream:
 
 
 # -- agent stream ------------------------------------------------------------------------------------------------------
-#
-# Connection: the tuner's end of the stream to a node's agent, with requests, answers and failure detection.
 
 _LOOK_SECONDS = 0.1
 _LEAVE_SECONDS = 8.0  # seconds for an agent to end what it has started: a grace period and the kernel's time
@@ -185,10 +170,9 @@ class NoGreeting(NodeDown):
 
 
 class AgentConnection:
-    """Process whose standard input and output are those of an agent.
+    """The tuner's end of the stream to a node's agent: a process whose standard input and output are those of the agent.
 
     Args:
-        command: starts the process.
         log: receives its standard error.
         preamble: bytes that are sent first.
     """
@@ -263,14 +247,11 @@ class AgentConnection:
         self._errors.join(_LAST_WORDS_SECONDS if code is not None else 0.0)
         text = received.decode(errors="replace").strip()
         log = "\n".join(log_tail(self.log, 2000).strip().splitlines()[-_LOG_LINES:])
-        sent = (
-            ", and what --sync sends was not taken: the login, or the step, takes as long"
-            if self._preamble_unread
-            else ""
-        )
-        why = f"no agent within {seconds:.0f} s{sent}"
+        why = f"no agent within {seconds:.0f} s"
         if code is not None:
             why = f"the way to it ended with exit status {code}"
+        elif self._preamble_unread:
+            why += ", and what --sync sends was not taken: the login, or the step, takes as long"
         self.failure = f"{self.name}: {why}"
         return NoGreeting(self.name, why, text, log, code)
 
@@ -372,8 +353,6 @@ class AgentConnection:
         """Wait for the answer to a request and return it.
 
         Args:
-            seconds: time limit.
-            cancelled: True if the user cancelled.
             take: receives the agent's events during the wait; None leaves them for `events`.
 
         Raises:
@@ -384,9 +363,9 @@ class AgentConnection:
         """
         until = time.monotonic() + seconds
         while (answer := self._answers.pop(number, None)) is None:
-            for event in self.events() if take is not None else ():
-                assert take is not None
-                take(event)
+            if take is not None:
+                for event in self.events():
+                    take(event)
             if self.failure:
                 raise NodeDown(self.failure)
             if time.monotonic() > until:
@@ -452,18 +431,15 @@ class AgentConnection:
 
 
 # -- remote workers ----------------------------------------------------------------------------------------------------
-#
-# Ranks of a group on another machine: a `LocalWorkers` at the other end of a connection, as seen by the group.
 
 _ANSWER_SECONDS = SILENT_SECONDS + 5.0  # seconds; a GPU driver may be slow, while a lost agent is noticed earlier
 _END_SECONDS = 60.0  # seconds; grace periods, and time to free a hundred GiB of host memory and the device's memory
 
 
 class RemoteWorkers:
-    """State of the ranks on the node at the other end of `connection`, which sends their messages and exit codes.
+    """Ranks of a group on the node at the other end of `connection`, which sends their messages and exit codes.
 
     Args:
-        connection: the connection to the node's agent.
         gauged: memory is sampled continuously.
         print_line: receives lines for the user.
         node: index of the node, and number of nodes.
@@ -491,30 +467,12 @@ class RemoteWorkers:
         down = self._connection.failure or self._failed
         return f"node {down}" if down else ""
 
-    def launch(
-        self,
-        entry: str,
-        numbers: Sequence[int],
-        *,
-        deadline: float = math.inf,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Request the start of the node's ranks. The answer is awaited later."""
         self.numbers = numbers
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         asked = {"entry": entry, "numbers": list(numbers), "gauged": self._gauged, "node": self._node}
         self._launching = self._connection.begin("launch", **asked, left_seconds=left)
-
-    def _take_launched(self) -> None:
-        """Process the result of the launch, if it has arrived.
-
-        Raises:
-            OSError: the node refused the launch.
-        """
-        if self._launching is None or (answer := self._connection.answer_if_arrived(self._launching)) is None:
-            return
-        self._launching = None
-        self.pids, self.waited_seconds = answer["pids"], answer["waited_seconds"]
 
     def sources(self) -> list[Any]:
         """Return the streams to wait on: the agent's, while it is connected."""
@@ -538,18 +496,17 @@ class RemoteWorkers:
             elif verb == "failed":
                 self._failed = f"{self._connection.name}: {event['text']}"
         try:
-            self._take_launched()
+            if self._launching is not None and (answer := self._connection.answer_if_arrived(self._launching)):
+                self._launching = None
+                self.pids, self.waited_seconds = answer["pids"], answer["waited_seconds"]
         except NodeDown as error:
             self._failed = str(error)
         return heard
 
     def send_specs(self, spec: Message, logs: Path | None) -> None:
-        """Store the spec that each rank receives, and the folder of the logs."""
-        self._spec, self._logs = spec, logs
-
-    def begin(self, workers: Sequence[int]) -> None:
-        """Send the stored spec to the node's ranks."""
-        self._connection.send("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
+        """Send the spec to the node's ranks."""
+        self._logs = logs
+        self._connection.send("brief", spec=spec, logs=logs is not None)
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send a message to the node's ranks."""
@@ -577,7 +534,9 @@ class RemoteWorkers:
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the node's ranks: zeros if the node is lost."""
         answer = self._ask("peaks")
-        return peaks_of(answer["peaks"]) if answer else MemoryPeaks(used=[0] * len(self.numbers))
+        if not answer:
+            return MemoryPeaks(used=[0] * len(self.numbers))
+        return MemoryPeaks(**{**answer["peaks"], "grown": by_rank(answer["peaks"]["grown"])})
 
     def reset_peaks(self) -> None:
         """Reset the peaks of the node's ranks."""

@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,10 +52,6 @@ _VANISHED = 24  # exit status of rsync(1): a file was deleted after it was liste
 def rsync(*words: str, seconds: float = _COPY_SECONDS) -> str:
     """Run rsync and return its output.
 
-    Args:
-        words: options and folders.
-        seconds: time limit.
-
     Raises:
         UserError: rsync is not installed, fails or takes longer.
     """
@@ -63,7 +60,6 @@ def rsync(*words: str, seconds: float = _COPY_SECONDS) -> str:
             ["rsync", *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
             encoding="utf-8",
             errors="replace",
             timeout=seconds,
@@ -83,7 +79,7 @@ def rsync(*words: str, seconds: float = _COPY_SECONDS) -> str:
 
 @dataclass
 class SyncManifest:
-    """Part of a folder that is sent."""
+    """Files and links of a folder that are sent."""
 
     folder: Path
     files: dict[str, str] = field(default_factory=dict)  # SHA-256 by relative name
@@ -124,9 +120,6 @@ class SyncManifest:
 
 def sync_manifest(folder: Path, most_bytes: int = MOST_BYTES) -> SyncManifest:
     """Return the part that `--sync` sends for a folder.
-
-    Args:
-        most_bytes: size limit.
 
     Raises:
         UserError: rsync is missing, or the folder is too large, contains the home folder or an unreadable file.
@@ -194,12 +187,10 @@ def _leads_out(name: str, target: str) -> bool:
 
 
 def _largest(sizes: Mapping[str, int]) -> str:
-    tops: dict[str, int] = {}
+    tops = Counter[str]()
     for name, size in sizes.items():
-        top = name.split("/")[0] + ("/" if "/" in name else "")
-        tops[top] = tops.get(top, 0) + size
-    most = sorted(tops.items(), key=lambda known: -known[1])[:_LARGEST_NAMED]
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in most)
+        tops[name.split("/")[0] + ("/" if "/" in name else "")] += size
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in tops.most_common(_LARGEST_NAMED))
 
 
 # -- on the node -------------------------------------------------------------------------------------------------------------
@@ -225,13 +216,10 @@ def _digest(path: Path) -> str:
 
 
 class ReceivedFolder:
-    """Sent folder on a node, in which a training may also write.
+    """Sent folder at a path of a node, in which a training may also write.
 
     Sent files are deleted with the agent. A training's files are kept and never overwritten. A second copy of the sent files
     next to the folder tells the two kinds apart, also for the successor of a killed agent.
-
-    Args:
-        place: its path on the node.
     """
 
     def __init__(self, place: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import io
 import json
@@ -12,14 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
+import zipfile
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from autotune.errors import UserError, did_you_mean
 from autotune.executors.cluster.rpc import NoGreeting
@@ -29,11 +28,8 @@ from autotune.util.units import format_duration
 
 # -- transports --------------------------------------------------------------------------------------------------------
 #
-# Transports: a command that starts an agent on a node and connects its standard input and output.
-#
-# All further data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a
-# login shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python
-# instead (`transports.py`).
+# All data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a login
+# shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python instead.
 
 PACKAGE = Path(__file__).parents[2]
 CONNECT_SECONDS = 10
@@ -41,7 +37,7 @@ _SSH_FAILED = 255  # ssh's own exit status: ssh(1)
 
 
 class Transport(Protocol):
-    """Way to reach nodes."""
+    """Way to reach nodes: a command that starts an agent on a node and connects its standard input and output."""
 
     def command(self, node: str) -> list[str]:
         """Return the command that starts a node's agent."""
@@ -81,14 +77,8 @@ class Ssh:
             "RequestTTY": "no",
         }
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return [
-            "ssh",
-            "-T",
-            *given,
-            "--",
-            node,
-            f"exec {shlex.join(agent_words(self.python, self.package, sync=self.sync))}",
-        ]
+        agent = shlex.join(agent_words(self.python, self.package, sync=self.sync))
+        return ["ssh", "-T", *given, "--", node, f"exec {agent}"]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from ssh's messages if ssh failed."""
@@ -119,7 +109,7 @@ _SSH_SAYS = (
 )
 
 
-def agents_complaint(node: str, failure: NoGreeting, python: str, package: Path) -> str:
+def agents_complaint(node: str, failure: NoGreeting, python: str = sys.executable, package: Path = PACKAGE) -> str:
     """Return why an agent did not start on a node that was reached, in one line."""
     log = failure.log.splitlines()
     if failure.received:
@@ -147,8 +137,6 @@ def agents_complaint(node: str, failure: NoGreeting, python: str, package: Path)
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
-#
-# Slurm transport: the nodes of this process's allocation, and one agent on each, started by `srun`.
 
 _ANSWER_SECONDS = 60.0  # seconds; a controller under load answers slowly
 # Variables that an agent inherits before it receives more. A Python from `module load` may need the library path.
@@ -158,25 +146,23 @@ JOB, NODES, GPUS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE"  #
 
 @dataclass(frozen=True)
 class Srun:
-    """Job step on one node of the allocation, parallel to other steps."""
+    """Job step on one node of this process's allocation, parallel to other steps."""
 
     job: str
-    python: str = sys.executable
-    package: Path = PACKAGE
     sync: bool = False
 
     def command(self, node: str) -> list[str]:
         """Return the srun command that starts a node's agent inside the Slurm job."""
         where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
-        return ["srun", *where, *how, "--", *agent_words(self.python, self.package, sync=self.sync)]
+        return ["srun", *where, *how, "--", *agent_words(sync=self.sync)]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
         said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
         if said and not failure.received and "exited" not in said[-1].lower() and "task" not in said[-1]:
             return f"node {node}: Slurm starts no agent there ({said[-1].removeprefix('srun: ')[:200]})"
-        return agents_complaint(node, failure, self.python, self.package)
+        return agents_complaint(node, failure)
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
@@ -248,8 +234,6 @@ def slurm_output(*words: str) -> str:
 
 # -- sending the package to a node -------------------------------------------------------------------------------------
 #
-# `--sync`: start an agent on a node that may lack this package, by sending the package first.
-#
 # The transport passes only one constant line of Python (`BOOT`), which executes the first data of the stream: the code
 # of `_on_the_node`, then the package. A node that has an identical package at the same path runs that one. Otherwise it
 # unpacks the sent package into a temporary folder of the agent, which is deleted with it.
@@ -263,13 +247,13 @@ BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b
 def _on_the_node() -> None:
     """Read a header and an archive on the node with the standard library only, then become the agent."""
     import fcntl
-    import hashlib
     import io
     import json
     import os
+    import pathlib
     import sys
-    import tarfile
     import tempfile
+    import zipfile
 
     def take(count: int) -> bytes:
         found = b""
@@ -284,19 +268,12 @@ def _on_the_node() -> None:
     while not line.endswith(b"\n"):
         line += take(1)
     header = json.loads(line)
-    sent, place = take(header["bytes"]), header["place"]
-
-    def there() -> bool:
-        try:
-            for name, known in header["files"].items():
-                with open(os.path.join(place, name), "rb") as file:
-                    if hashlib.sha256(file.read()).hexdigest() != known:
-                        return False
-            return True
-        except OSError:
-            return False
-
-    if not there():
+    archive, place = zipfile.ZipFile(io.BytesIO(take(header["bytes"]))), pathlib.Path(header["place"])
+    try:
+        there = all((place / name).read_bytes() == archive.read(name) for name in archive.namelist())
+    except OSError:
+        there = False
+    if not there:
         # Compatible with `files.SocketFolder`: the next agent deletes the folder of a killed one.
         folder = tempfile.mkdtemp(prefix="autotune-agent-")
         held = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_RDWR)
@@ -306,18 +283,10 @@ def _on_the_node() -> None:
         except OSError:
             pass
         os.set_inheritable(held, True)
-        place = os.path.join(folder, "autotune")
-        with tarfile.open(fileobj=io.BytesIO(sent), mode="r:gz") as archive:
-            for member in archive:
-                source = archive.extractfile(member)
-                if source is None or member.name.startswith("/") or ".." in member.name.split("/"):
-                    continue
-                target = os.path.join(place, *member.name.split("/"))
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                with open(target, "wb") as file:
-                    file.write(source.read())
+        place = pathlib.Path(folder, "autotune")
+        archive.extractall(place)
         os.environ["AUTOTUNE_SENT_FOLDER"] = folder
-    os.execv(sys.executable, [sys.executable, place, "agent"])
+    os.execv(sys.executable, [sys.executable, str(place), "agent"])
 
 
 @cache
@@ -327,19 +296,14 @@ def preamble(package: Path, place: Path | None = None) -> bytes:
     Args:
         place: its path on the node; None: the same path.
     """
-    files, buffer = {}, io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(package.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
-                name, data = path.relative_to(package).as_posix(), path.read_bytes()
-                files[name] = hashlib.sha256(data).hexdigest()
-                about = tarfile.TarInfo(name)
-                about.size = len(data)
-                archive.addfile(about, io.BytesIO(data))
-    archived = buffer.getvalue()
-    header: dict[str, Any] = {"bytes": len(archived), "place": str(place or package), "files": files}
+                archive.writestr(path.relative_to(package).as_posix(), path.read_bytes())
+    header = json.dumps({"bytes": len(buffer.getvalue()), "place": str(place or package)})
     code = f"{inspect.getsource(_on_the_node)}\n_on_the_node()\n"
-    return code.encode().hex().encode() + b"\n" + json.dumps(header).encode() + b"\n" + archived
+    return code.encode().hex().encode() + b"\n" + header.encode() + b"\n" + buffer.getvalue()
 
 
 # -- hostfile ----------------------------------------------------------------------------------------------------------
@@ -354,24 +318,15 @@ _FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher ta
 
 @dataclass(frozen=True)
 class Host:
-    """Line of a hostfile.
-
-    Args:
-        slots: its devices, by number.
-        chosen: a filter has named the slots, so that other devices must be hidden from ranks.
-    """
+    """Line of a hostfile."""
 
     name: str
-    slots: tuple[int, ...]
-    chosen: bool = False
+    slots: tuple[int, ...]  # its devices, by number
+    chosen: bool = False  # a filter has named the slots, so that other devices must be hidden from ranks
 
 
 def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
     """Return the hosts of a hostfile in order, after the filters.
-
-    Args:
-        include: filter of hosts and slots to use.
-        exclude: filter of hosts and slots to leave out.
 
     Raises:
         UserError: the file cannot be read or parsed, or names a host twice. A filter names an unknown host or slot, or
@@ -380,12 +335,12 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
     if include and exclude:
         raise UserError("--include and --exclude together: give one of them")
     hosts = _hosts(path)
-    for option, text in (("--include", include), ("--exclude", exclude)):
-        if text:
-            named = _filter(option, text, hosts, path)
-            hosts = _kept(hosts, named) if option == "--include" else _without(hosts, named)
-            if not hosts:
-                raise UserError(f"{option} {text}: no host of {path} is left")
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    if text:
+        named = _filter(option, text, hosts, path)
+        hosts = _kept(hosts, named) if include else _without(hosts, named)
+        if not hosts:
+            raise UserError(f"{option} {text}: no host of {path} is left")
     return hosts
 
 
@@ -478,7 +433,6 @@ def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | No
     Args:
         nodes: number of hosts; None: all.
         per_node: slots per host; None: all, which must be the same number on each.
-        named_by: source of the hosts, for error messages.
 
     Raises:
         UserError: there are too few hosts or slots, or the numbers of slots differ.

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import datetime
-import functools
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
+from autotune.rank.patches import Patches
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
 
-# -- training observer -------------------------------------------------------------------------------------------------
-#
-# Interface by which the hooks report a script's training to its rank.
 
-
-class TrainingObserver(Protocol):
-    """Observer of the script's training. Every method is called on every rank."""
+class TrainingObserver:
+    """Observer of the script's training, which ignores all events. Every method is called on every rank."""
 
     def configured(self, config: dict[str, Any]) -> None:
         """Receive the script's own DeepSpeed config without a candidate's keys.
@@ -81,75 +74,6 @@ class TrainingObserver(Protocol):
         """Note that the script trains without any DeepSpeed engine."""
 
 
-# -- patch registry ----------------------------------------------------------------------------------------------------
-#
-# Replace attributes in modules and classes of other libraries; `undo` restores each.
-
-_MISSING = object()
-
-
-class Patches:
-    """Attributes replaced by the hooks of one rank."""
-
-    def __init__(self) -> None:
-        self._undo = ExitStack()
-        self._originals: dict[tuple[int, str], Callable[..., Any]] = {}
-
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace `owner.name` by a function that calls `around` with the original as its first argument.
-
-        Args:
-            owner: a module, or the class of a method (`self` is then the second argument).
-            around: takes its own arguments by position only, because keyword arguments belong to the caller.
-        """
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        if isinstance(owner, ModuleType):  # pickled by reference: a spawned process finds the original there
-            wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
-        self.replace(owner, name, wrapper)
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name` by a value."""
-        self._originals.setdefault((id(owner), name), getattr(owner, name))
-        before = vars(owner).get(name, _MISSING)
-        setattr(owner, name, value)
-
-        def restore() -> None:
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.callback(restore)
-
-    def original(self, owner: Any, name: str) -> Callable[..., Any]:
-        """Return `owner.name` from before its first wrap, or its current value without a wrap."""
-        found: Callable[..., Any] = self._originals.get((id(owner), name)) or getattr(owner, name)
-        return found
-
-    def set_environment(self, name: str, value: str) -> None:
-        """Set an environment variable until the patches are undone."""
-        before = os.environ.get(name)
-        os.environ[name] = value
-        if before is None:
-            self._undo.callback(os.environ.pop, name, None)
-        else:
-            self._undo.callback(os.environ.__setitem__, name, before)
-
-    def on_undo(self, callback: Callable[[], Any]) -> None:
-        """Register a callback that runs when the patches are undone."""
-        self._undo.callback(callback)
-
-    def undo(self) -> None:
-        """Restore all attributes, the last replaced first."""
-        self._undo.close()
-        self._originals.clear()
-
-
 # -- context -----------------------------------------------------------------------------------------------------------
 #
 # State shared by the hooks of one rank.
@@ -167,7 +91,7 @@ class Context:
     quiet: bool  # True in a measurement: no checkpoints, evaluations, trackers and uploads
     patches: Patches = field(default_factory=Patches)
     sandbox: Sandbox | None = None  # sandbox of a trial; None in a training
-    trace: TraceRecorder | None = None  # records the first optimizer steps; None records nothing
+    trace: TraceRecorder = field(default_factory=lambda: TraceRecorder(most_steps=0))  # of the first optimizer steps
 
     collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
@@ -180,17 +104,15 @@ class Context:
     accelerated: bool = False  # True if accelerate makes the engine that trains
     loader_prepared: bool = False  # True if accelerate has prepared the script's own loader
     loader_split: bool = False  # True if accelerate splits that loader's batches over the ranks
-    trains_anew: bool = False  # True if transformers' Trainer is kept from resuming
-    trainer_silent: bool = False  # True if Trainer is kept from evaluating and saving
+    trainer_silent: bool = False  # True if transformers' Trainer is kept from resuming, evaluating and saving
     zero_init: bool = False  # True if the script's own code builds its model under `deepspeed.zero.Init`
     relaunched: int = 0  # number of ranks that the script would have started; 1 if unknown
     flags: set[str] = field(default_factory=set)  # flags of `script.script.FLAGS` that the script's parsers have
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.config`
     integers: dict[str, int] = field(default_factory=dict)  # positive integers of the script's parsers, by flag
     said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
-    beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
+    beside: list[Any] = field(default_factory=list)  # `OtherEngine`s made after the one that trains
     earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.deepspeed`
-    rivals: list[Any] = field(default_factory=list)  # entries of `beside` that may turn out to train, in a probe run
     trained: bool = False  # True once the engine that trains has had a backward
     trained_steps: int = 0  # optimizer steps of the engine that trains
     # accelerate's configs, and their original contents

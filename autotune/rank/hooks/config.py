@@ -29,10 +29,6 @@ from autotune.script.script import (
     yes_or_no_flags,
 )
 
-# -- config ------------------------------------------------------------------------------------------------------------
-#
-# Merge the candidate's keys into the script's DeepSpeed config.
-
 
 def announce_to_accelerate(context: Context) -> None:
     """Name the config file of a script that leaves DeepSpeed to accelerate, as `accelerate launch` does."""

@@ -1,4 +1,4 @@
-"""Hooks of DeepSpeed: the engine that trains, its config and its steps."""
+"""Hooks of DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,11 @@ from autotune.rank.hooks import worst_case
 from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
-from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import backward_prologue
 from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS, UNREAD
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
-
-# -- deepspeed ---------------------------------------------------------------------------------------------------------
-#
-# Hook DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher.
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
 
@@ -79,28 +74,28 @@ def unhooked(context: Context, method: str, *args: Any) -> Any:
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Change the call that makes the engine that trains.
+    """Change the call that makes the engine that trains. Later ones change only in the batch, earlier ones not at all.
 
-    Later calls change only in the batch, and earlier ones not at all.
+    The probe run has counted the earlier ones.
     """
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    config, through_args = _config_of(given)
+    config = _config_of(given)
     if not _trains(context, given, config):
         return _build(context, original, *args, **kwargs)
-    if is_early(context):
+    if context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0)):
         made = _build(context, original, *args, **kwargs)
         context.earlier.append(made[0])
         return made
     if context.engine is not None:
         changed = with_batch(context, config)
         if changed is not config:
-            _give_config(given, changed, through_args)
+            _give_config(given, changed)
         made = _build(context, original, **given)
-        watch(context, made[0], _steps, functools.partial(stepped, context, take=functools.partial(_take, context)))
-        register_later_engine(context, made[0], config, given.get("optimizer"))
+        late = context.trained_steps > 0
+        watch(context, OtherEngine(made[0], copy.deepcopy(config), given.get("optimizer"), late))
         return made
     try:
-        return _made(context, original, given, config, through_args)
+        return _made(context, original, given, config)
     except BaseException as error:
         context.watcher.failed(error)
         raise
@@ -113,16 +108,8 @@ def _build(context: Context, original: Callable[..., Any], /, *args: Any, **kwar
     return made
 
 
-def _made(
-    context: Context, original: Callable[..., Any], given: dict[str, Any], config: dict[str, Any], through_args: bool
-) -> Any:
-    """Make the engine that trains, and return the result of `deepspeed.initialize`.
-
-    Args:
-        given: arguments of the call.
-        config: the config in these arguments.
-        through_args: True if the config came through `args`.
-    """
+def _made(context: Context, original: Callable[..., Any], given: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Make the engine that trains by a call with the `given` arguments, and return its result."""
     import deepspeed
 
     if isinstance(given.get("model"), deepspeed.PipelineModule):
@@ -133,17 +120,22 @@ def _made(
     context.watcher.entered(Phase.INIT)
     optimizer = given.get("optimizer")
     note_own(context, config)
-    _give_config(given, merged(context, config), through_args)
+    _give_config(given, merged(context, config))
     accumulate(context, given.get("model"), given["config"])
     if plan := batch_of(given["config"], context.job.ranks):
         context.watcher.planned(*plan, kind_of(context, optimizer))
     apply(context, given["model"])
     made = _build(context, original, **given)
     _check_data_parallel(context, made[0])
-    context.engine = made[0]
-    watch_module(context, context.engine.module)
-    context.watcher.built(context.engine, engine_facts(context, optimizer))
+    _choose(context, made[0], optimizer)
     return made
+
+
+def _choose(context: Context, engine: Any, optimizer: Any) -> None:
+    """Hook and report the engine that trains; `optimizer` is the one that the script made itself, or None."""
+    context.engine = engine
+    watch_module(context, engine.module)
+    context.watcher.built(engine, engine_facts(context, optimizer))
 
 
 def _take(context: Context, rival: OtherEngine) -> None:
@@ -152,17 +144,14 @@ def _take(context: Context, rival: OtherEngine) -> None:
         context.module_hook.remove()
         context.module_hook = None
     context.pending.clear()
-    if context.trace is not None:
-        context.trace.restart(len(context.beside))
-    context.engine = rival.engine
+    context.trace.restart(len(context.beside))
     note_own(context, rival.config, again=True)
     try:
-        _check_data_parallel(context, context.engine)
+        _check_data_parallel(context, rival.engine)
     except Unusable as error:
         context.watcher.failed(error)
         raise
-    watch_module(context, context.engine.module)
-    context.watcher.built(context.engine, engine_facts(context, rival.optimizer))
+    _choose(context, rival.engine, rival.optimizer)
 
 
 def _check_data_parallel(context: Context, engine: Any) -> None:
@@ -182,25 +171,22 @@ def _check_data_parallel(context: Context, engine: Any) -> None:
         )
 
 
-def _give_config(given: dict[str, Any], config: dict[str, Any], through_args: bool) -> None:
-    given.pop("config_params", None)
-    given["config"] = config
-    if through_args:
+def _give_config(given: dict[str, Any], config: dict[str, Any]) -> None:
+    """Replace the config of a call of `deepspeed.initialize`, which takes none in `args` next to this one."""
+    own = [given.pop(name, None) for name in ("config", "config_params")]
+    if own == [None, None] and getattr(given.get("args"), "deepspeed_config", None) is not None:
         given["args"] = copy.copy(given["args"])
         given["args"].deepspeed_config = None
+    given["config"] = config
 
 
-def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the config of a call of `deepspeed.initialize`, and True if it came through `args`."""
-    config = given.get("config")
-    if config is None:
-        config = given.get("config_params")
-    through_args = config is None and getattr(given.get("args"), "deepspeed_config", None) is not None
-    if through_args:
-        config = given["args"].deepspeed_config
+def _config_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a call of `deepspeed.initialize`."""
+    in_args = getattr(given.get("args"), "deepspeed_config", None)
+    config = next((one for one in (given.get("config"), given.get("config_params"), in_args) if one is not None), None)
     if isinstance(config, str | Path):
         config = named_config(config)
-    return (config if isinstance(config, dict) else {}), through_args
+    return config if isinstance(config, dict) else {}
 
 
 def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> bool:
@@ -223,7 +209,6 @@ def _watched(
         return original(engine, *args, **kwargs)
     try:
         boundary = phase is Phase.STEP and _steps(engine)
-        trace = context.trace
         if phase is Phase.FORWARD:
             if context.script.worst_case:
                 kwargs = worst_case.longest(context, args, kwargs)
@@ -232,16 +217,12 @@ def _watched(
             _count_pending(context)
             if phase is Phase.BACKWARD:
                 note_backward(context)
-                if trace is not None:
-                    loss, scaled = _loss_of(args, kwargs)
-                    trace.backward(engine, loss, scaled=scaled)
+                loss, scaled = _loss_of(args, kwargs)
+                context.trace.backward(engine, loss, scaled=scaled)
             context.watcher.entered(phase)
-        if boundary and trace is not None:
-            trace.before_step(engine)
-        context.inside = phase
-        result = original(engine, *args, **kwargs)
-        if boundary and trace is not None:
-            trace.after_step(engine)
+        with context.trace.step(engine) if boundary else nullcontext():
+            context.inside = phase
+            result = original(engine, *args, **kwargs)
         if boundary:
             context.trained_steps += 1
             context.watcher.stepped()
@@ -264,7 +245,7 @@ def _autograd_backward(
 ) -> Any:
     """Note the tensor of a backward that a script starts without its engine."""
     trace = context.trace
-    if trace is None or context.inside or not trace.records:
+    if context.inside or not trace.records:
         return original(tensors, *args, **kwargs)
     trace.root(tensors)
     try:
@@ -302,7 +283,7 @@ def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not torch.is_grad_enabled():
         return
     sizes = sizes_of(args, kwargs, context.script.profile.get("counted_by"))
-    if context.trace is not None and context.trace.records:
+    if context.trace.records:
         context.trace.forward(first_tensor(args, kwargs), sizes.rows, certain=module.training)
     if module.training:
         context.pending.clear()
@@ -439,15 +420,15 @@ def _zero_supports(optimizer: Any) -> bool:
 # A reference model made first has an optimizer if its config has one. A script may also train in phases with an engine
 # for each. Only the probe run selects. Its result is part of the profile and applies to later runs.
 
-# Optimizer steps in a row of another engine during which the current choice has no backward:
+# Optimizer steps in a row of a later engine during which the current choice has no backward:
 _REFERS = 3  # the current choice has never had one, and is in evaluation mode
 _ENDED = 2  # the current choice had stepped before the other was made
 _SILENT = 16  # neither applies; two engines may alternate, such as a critic's many steps with a generator's one
 
 
-@dataclass
+@dataclass(eq=False)
 class OtherEngine:
-    """Another engine that may turn out to be the one that trains."""
+    """Engine with an optimizer that was made after the current choice, and may turn out to be the one that trains."""
 
     engine: Any
     config: dict[str, Any]  # the script's own
@@ -456,49 +437,24 @@ class OtherEngine:
     steps: int = 0  # in a row
 
 
-def is_early(context: Context) -> bool:
-    """Return True if the engine being made precedes the one that trains, by the probe run."""
-    return context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0))
-
-
-def register_later_engine(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
-    """Register an engine that was made after the current choice."""
-    if context.candidate is None:
-        context.rivals.append(OtherEngine(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))
-
-
 def note_backward(context: Context) -> None:
     """Record a backward of the engine that trains: other engines then alternate with it."""
     context.trained = True
-    for rival in context.rivals:
-        rival.steps = 0
+    for other in context.beside:
+        other.steps = 0
 
 
-def stepped(context: Context, engine: Any, take: Callable[[OtherEngine], None]) -> None:
-    """Record an optimizer step of another engine, and select it if the current choice is idle.
-
-    Args:
-        take: moves the hooks to the selected engine.
-    """
-    rival = next((one for one in context.rivals if one.engine is engine), None)
-    if rival is None:
+def _note_step(context: Context, other: OtherEngine) -> None:
+    """Record an optimizer step of another engine, and select it in a probe run if the current choice is idle."""
+    other.steps += 1
+    refers = not context.trained and not context.engine.module.training
+    if context.candidate is not None or other.steps < (_REFERS if refers else _ENDED if other.late else _SILENT):
         return
-    rival.steps += 1
-    if rival.steps < _needed(context, rival):
-        return
-    at = next(at for at, one in enumerate(context.beside) if one is engine)
-    context.earlier += [context.engine, *context.beside[:at]]
+    at = context.beside.index(other)
+    context.earlier += [context.engine, *(one.engine for one in context.beside[:at])]
     del context.beside[: at + 1]
-    gone = [id(one) for one in (*context.earlier, engine)]
-    context.rivals = [one for one in context.rivals if id(one.engine) not in gone]
     context.trained, context.trained_steps = True, 0
-    take(rival)
-
-
-def _needed(context: Context, rival: OtherEngine) -> int:
-    if not context.trained and not context.engine.module.training:
-        return _REFERS
-    return _ENDED if rival.late else _SILENT
+    _take(context, other)
 
 
 # -- auxiliary engines -------------------------------------------------------------------------------------------------
@@ -521,52 +477,41 @@ def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Callable[[Any], None]) -> None:
-    """Report every optimizer step of the engine to the watcher, with the rows since the preceding step.
+def watch(context: Context, other: OtherEngine) -> None:
+    """Report every optimizer step of an engine to the watcher, with the rows since the preceding step.
 
     Reports end if the engine turns out to be the one that trains, or to precede it.
-
-    Args:
-        steps: returns True if the engine's next `step` runs its optimizer.
-        done: called after each such step.
     """
     import torch
 
-    rows = 0
-    context.beside.append(engine)
-    recorder = context.trace.add_auxiliary() if context.trace is not None else None
-
-    def recording() -> TraceRecorder | None:
-        return recorder if any(one is engine for one in context.beside) else None
+    engine, rows = other.engine, 0
+    context.beside.append(other)
+    trace = context.trace.add_auxiliary()
 
     def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and other in context.beside:
             found = sizes_of(args, kwargs).rows
             rows += found
-            if (trace := recording()) is not None:
+            if trace.records:
                 trace.forward(first_tensor(args, kwargs), found, certain=engine.module.training)
         return original(*args, **kwargs)
 
     def backward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if (trace := recording()) is not None:
+        if other in context.beside:
             loss, scaled = _loss_of(args, kwargs)
             trace.backward(engine, loss, scaled=scaled)
         return original(*args, **kwargs)
 
     def step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
-        boundary, trace = steps(engine), recording()
-        if boundary and trace is not None:
-            trace.before_step(engine)
-        result = original(*args, **kwargs)
-        if boundary and trace is not None:
-            trace.after_step(engine)
-        number = next((at for at, one in enumerate(context.beside) if one is engine), None)
-        if boundary and number is not None:
-            context.watcher.auxiliary_stepped(number, rows)
+        boundary = _steps(engine) and other in context.beside
+        with trace.step(engine) if boundary else nullcontext():
+            result = original(*args, **kwargs)
+        if boundary and other in context.beside:
+            context.watcher.auxiliary_stepped(context.beside.index(other), rows)
             rows = 0
-            done(engine)
+            _note_step(context, other)
         return result
 
     for name, wrapped in (("forward", forward), ("backward", backward), ("step", step)):
@@ -843,7 +788,7 @@ def install_optimizers(context: Context) -> None:
             if steps >= _STEPS_WITHOUT_DEEPSPEED:
                 context.watcher.no_engine_found()
 
-    context.patches.on_undo(register_optimizer_step_post_hook(stepped).remove)
+    context.patches.callback(register_optimizer_step_post_hook(stepped).remove)
 
 
 def kind_of(context: Context, optimizer: Any) -> str:

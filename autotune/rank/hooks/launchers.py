@@ -95,10 +95,9 @@ class _Takeover:
             target = ["--module", *line.target[1:]] if line.target[0] == "-m" else list(line.target)
             self.start(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *target], env, None, launching=True)
         elif line.kind and line.target:
-            target = [*line.target[:1], *self._local_rank(line), *line.target[1:]]
-            if line.target[0] == "-m":
-                target = [*line.target[:2], *self._local_rank(line), *line.target[2:]]
-            self.start(target, env, line.ranks)
+            at = 2 if line.target[0] == "-m" else 1
+            local_rank = [f"--local_rank={os.environ['LOCAL_RANK']}"] if line.gives_local_rank else []
+            self.start([*line.target[:at], *local_rank, *line.target[at:]], env, line.ranks)
         elif (
             line.python and line.target and (self._launching or (not self._depth and self._starts_itself(line.target)))
         ):
@@ -110,9 +109,9 @@ class _Takeover:
         """Run the target in place of a new process.
 
         Args:
-            launching: True if the target is a launcher itself.
             env: environment of the new process; None means this one's.
             ranks: number of ranks that would have been started, if known.
+            launching: True if the target is a launcher itself.
         """
         self._depth += 1
         self._launching = launching
@@ -155,23 +154,15 @@ class _Takeover:
         folders = [Path(path).resolve() for name in names for path in getattr(sys.modules.get(name), "__path__", ())]
         return any(file.is_relative_to(folder) for folder in folders)
 
-    def _local_rank(self, line: CommandLine) -> list[str]:
-        return [f"--local_rank={os.environ['LOCAL_RANK']}"] if line.gives_local_rank else []
-
 
 def _announce(context: Context, line: CommandLine) -> None:
     """Set the variables that a typed launcher sets for its ranks; accelerate's own code sets its variables."""
     world, local_world = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
     node, nodes = os.environ.get("GROUP_RANK", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
     known = {
-        TORCHRUN: {
-            "GROUP_RANK": node,
-            "GROUP_WORLD_SIZE": nodes,
-            "ROLE_NAME": "default",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
+        TORCHRUN: {"GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes, "ROLE_NAME": "default"}
         | {"ROLE_RANK": os.environ.get("RANK", "0"), "ROLE_WORLD_SIZE": world}
-        | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
+        | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
         DEEPSPEED: {"CROSS_RANK": node, "CROSS_SIZE": nodes, "LOCAL_SIZE": local_world},
     }
     for name, value in known.get(line.kind, {}).items():

@@ -1,4 +1,7 @@
-"""The rank's own process group and its ports."""
+"""Hook torch.distributed and sockets: the script uses the process group that its rank has joined and will leave.
+
+Two trials on one machine could meet at a port that a script chooses. The ranks of a trial use a file instead.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.rank.hooks.base import Context
-
-# -- process group -----------------------------------------------------------------------------------------------------
-#
-# Hook torch.distributed: the script uses the process group that its rank has joined and will leave.
-#
-# Two trials on one machine could meet at a port that a script chooses. The ranks of a trial use a file instead.
 
 
 def install(context: Context) -> None:
@@ -64,8 +61,6 @@ def wait_for(context: Context, timeout: datetime.timedelta | None) -> None:
 
 
 # -- ports -------------------------------------------------------------------------------------------------------------
-#
-# Hook sockets, so that a script can bind its own port at every start.
 #
 # The kernel reserves a port for a minute after its last connection unless it is opened with SO_REUSEADDR. A training
 # starts once, but trials follow each other.

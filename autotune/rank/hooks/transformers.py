@@ -1,4 +1,4 @@
-"""Hooks of transformers: TrainingArguments, and no saves, evaluations or resumes in a measurement."""
+"""Hooks of transformers: TrainingArguments and its subclasses (TRL); no saves, evaluations or resumes in a measurement."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
-from autotune.rank.checkpoints import model_states
+from autotune.rank.checkpoints import model_states, tag_of
 from autotune.rank.hooks.base import Context
 from autotune.rank.versions import import_or_none
 from autotune.script.argument_files import output_folder
-
-# -- transformers ------------------------------------------------------------------------------------------------------
-#
-# Hook transformers: set the candidate's batch in TrainingArguments and in subclasses of other libraries (TRL).
 
 _DEFAULT_OUTPUT = "trainer_output"  # since transformers 5
 
 
 def install(context: Context) -> None:
-    """Change arguments before `__post_init__` checks them and loads the config.
-
-    Does nothing if transformers cannot be imported.
-    """
+    """Set the candidate's batch in arguments before `__post_init__` checks them and loads the config."""
     arguments_class = import_or_none("transformers", "TrainingArguments")
     if arguments_class is None:
         return
@@ -74,8 +67,10 @@ def _silence(context: Context, arguments: Any) -> None:
 
     The schedule of evaluations and saves stays in the arguments, because callbacks and schedulers check it.
     """
-    keep_trainer_from_resuming(context, arguments)
-    keep_trainer_from_saving(context)
+    if not context.trainer_silent:
+        context.trainer_silent = True
+        _silence_trainer(context)
+    arguments.resume_from_checkpoint = None
     arguments.output_dir = _output(context, arguments.output_dir or _DEFAULT_OUTPUT)
     arguments.report_to = "none"
     arguments.push_to_hub = False
@@ -93,18 +88,43 @@ def _output(context: Context, given: Any) -> str:
     return str(output_folder(context.folder, theirs))
 
 
-# -- saves -------------------------------------------------------------------------------------------------------------
+# -- saves and resumes -------------------------------------------------------------------------------------------------
 #
-# Skip all saves and evaluations of a measurement: no checkpoint is written, and none removed to free space.
+# Skip all saves and evaluations of a measurement: no checkpoint is written, and none removed to free space. Start from
+# the beginning, even if the script resumes. A checkpoint has the layout of one ZeRO stage, so candidates of other stages
+# would fail. A finished training would make no step. Speed and memory do not depend on the values of weights.
 #
 # `deepspeed.py` silences DeepSpeed's own saves, because verification needs them. The arguments stay unchanged:
 # callbacks and schedulers read them, and refuse a training that never evaluates or saves.
 
+# Keys of a checkpoint that `DeepSpeedEngine.load_checkpoint` uses itself (deepspeed 0.19.8). The rest is the script's.
+_DEEPSPEEDS = (
+    "module",
+    "optimizer",
+    "lr_scheduler",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
 
-def install_saving(context: Context) -> None:
-    """Hook accelerate if the context is quiet; see `keep_trainer_from_saving` for Trainer."""
-    if not context.quiet or (accelerator_class := import_or_none("accelerate", "Accelerator")) is None:
+
+def install_silence(context: Context) -> None:
+    """Hook DeepSpeed's engines and accelerate if the context is quiet; see `_silence_trainer` for Trainer."""
+    if not context.quiet:
         return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def load_checkpoint(
+        original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if engine in (context.engine, *(one.engine for one in context.beside), *context.earlier):
+            found = _found(engine, Path(load_dir), tag)
+            if found is not None:
+                return found
+        return original(engine, load_dir, tag, *args, **kwargs)
 
     def save_state(original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
         project = accelerator.project_configuration
@@ -121,15 +141,20 @@ def install_saving(context: Context) -> None:
     ) -> None:
         make_folder(context, save_directory)
 
-    context.patches.wrap(accelerator_class, "save_state", save_state)
-    context.patches.wrap(accelerator_class, "save_model", save_model)
+    context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
+    if (accelerator_class := import_or_none("accelerate", "Accelerator")) is not None:
+        context.patches.wrap(accelerator_class, "load_state", lambda original, *args, **kwargs: None)
+        context.patches.wrap(accelerator_class, "save_state", save_state)
+        context.patches.wrap(accelerator_class, "save_model", save_model)
 
 
-def keep_trainer_from_saving(context: Context) -> None:
-    """Keep Trainer from evaluating and saving by ignoring callbacks; the script's own evaluations run."""
-    if context.trainer_silent:
-        return
-    context.trainer_silent = True
+def _silence_trainer(context: Context) -> None:
+    """Keep Trainer from resuming, evaluating and saving by ignoring callbacks; the script's own evaluations run."""
+
+    def train(
+        original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(trainer, None, *args, **kwargs)
 
     def call_event(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         control = original(*args, **kwargs)
@@ -144,6 +169,7 @@ def keep_trainer_from_saving(context: Context) -> None:
 
     context.patches.wrap(import_or_none("transformers.trainer_callback", "CallbackHandler"), "call_event", call_event)
     trainer_class = import_or_none("transformers", "Trainer")
+    context.patches.wrap(trainer_class, "train", train)
     for name, silent in (("save_model", save_model), ("_save_checkpoint", nothing), ("push_to_hub", nothing)):
         if hasattr(trainer_class, name):
             context.patches.wrap(trainer_class, name, silent)
@@ -158,62 +184,6 @@ def make_folder(context: Context, folder: Any) -> None:
         os.makedirs(folder, exist_ok=True)
 
 
-# -- resumes -----------------------------------------------------------------------------------------------------------
-#
-# Start every measurement from the beginning, even if the script resumes.
-#
-# A checkpoint has the layout of one ZeRO stage, so candidates of other stages would fail. A finished training would
-# make no step. Speed and memory do not depend on the values of weights.
-
-# Keys of a checkpoint that `DeepSpeedEngine.load_checkpoint` uses itself (deepspeed 0.19.8). The rest is the script's.
-_DEEPSPEEDS = (
-    "module",
-    "optimizer",
-    "lr_scheduler",
-    "skipped_steps",
-    "global_steps",
-    "dp_world_size",
-    "mp_world_size",
-    "data_sampler",
-    "random_ltd",
-)
-
-
-def install_resuming(context: Context) -> None:
-    """Hook DeepSpeed's engines and accelerate if the context is quiet; see `keep_trainer_from_resuming` for Trainer."""
-    if not context.quiet:
-        return
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    def load_checkpoint(
-        original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if engine is context.engine or any(engine is one for one in (*context.beside, *context.earlier)):
-            found = _found(engine, Path(load_dir), tag)
-            if found is not None:
-                return found
-        return original(engine, load_dir, tag, *args, **kwargs)
-
-    context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
-    if (accelerator := import_or_none("accelerate", "Accelerator")) is not None:
-        context.patches.wrap(accelerator, "load_state", lambda original, *args, **kwargs: None)
-
-
-def keep_trainer_from_resuming(context: Context, arguments: Any) -> None:
-    """Make Trainer start afresh, even if TrainingArguments or the script's call of `train` resume."""
-    arguments.resume_from_checkpoint = None
-    if context.trains_anew:
-        return
-    context.trains_anew = True
-
-    def train(
-        original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(trainer, None, *args, **kwargs)
-
-    context.patches.wrap(import_or_none("transformers", "Trainer"), "train", train)
-
-
 def _found(engine: Any, folder: Path, tag: Any) -> tuple[str, dict[str, Any]] | None:
     """Return DeepSpeed's answer for a checkpoint: its path, and the script's own states in it.
 
@@ -221,8 +191,7 @@ def _found(engine: Any, folder: Path, tag: Any) -> tuple[str, dict[str, Any]] | 
         None without a checkpoint, so that DeepSpeed reports it itself.
     """
     if tag is None:
-        latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-        tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+        tag = tag_of(folder, "latest_universal" if engine.load_universal_checkpoint() else "latest")
     states = model_states(folder / str(tag)) if tag is not None else {}
     own = {key: value for key, value in states.items() if key not in _DEEPSPEEDS}
     return (str(folder / str(tag)), own) if states else None

@@ -196,13 +196,7 @@ def _is_image(value: Any) -> bool:
 def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, unread: str) -> dict[str, Any]:
     """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
 
-    Padding is computed like all other tokens.
-
-    Args:
-        args: positional arguments of the forward.
-        kwargs: its arguments by name.
-        longest: number of tokens.
-        unread: reason for not reading the samples, for the error.
+    Padding is computed like all other tokens. An error names `unread`, the reason for not reading the samples.
 
     Raises:
         Unusable: `longest` is 0 (the maximum length is unknown), or the batch cannot be padded.

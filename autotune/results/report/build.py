@@ -280,7 +280,7 @@ def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
     again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
     own = own_line(facts, store.job)
     if facts.best is not None:
-        why = facts.stop_reason
+        why = facts.call.ended
         said = f"The search ended: {why}." if why else "The search was stopped before it ended."
         return WinnerSummary(None, "No winner yet.", own=own, lines=(said,), run_now=again)
     first, *lines = no_winner_lines(facts, store.job, store.hardware)

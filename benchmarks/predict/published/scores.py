@@ -12,11 +12,12 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.predict.predictor import Prediction, Predictor
-from autotune.predict.trace import trace_job, trace_jobs
+from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import JobKind
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
+from benchmarks.predict.many_traces import trace_jobs
 from benchmarks.predict.published.readers import Case
 from benchmarks.predict.published.sources import source_of
 

@@ -356,7 +356,5 @@ def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: py
 
 def test_the_agent_has_a_handler_for_each_verb_that_the_tuner_may_send() -> None:
     assert set(HANDLERS) == set(get_args(Verb))
-    assert {handler.__name__: handler for handler in HANDLERS.values()} == {
-        name: value for name, value in vars(Agent).items() if name.startswith("on_")
-    }
-    assert all(handler.__name__ == f"on_{verb}" for verb, handler in HANDLERS.items())
+    assert {value for name, value in vars(Agent).items() if name.startswith("on_")} <= {*HANDLERS.values()}
+    assert all(handler.__name__ in (f"on_{verb}", "<lambda>") for verb, handler in HANDLERS.items())

@@ -88,4 +88,4 @@ def context(tmp_path: Path) -> Iterator[Callable[..., tuple[Context, Recorder]]]
 
     yield make
     for one in reversed(made):
-        one.patches.undo()
+        one.patches.close()

@@ -125,5 +125,5 @@ def test_a_config_beside_the_script_is_announced(
     announce_to_accelerate(made)
     assert os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") == path
     assert ("ACCELERATE_USE_DEEPSPEED" in os.environ) == (path is not None)
-    made.patches.undo()
+    made.patches.close()
     assert "ACCELERATE_USE_DEEPSPEED" not in os.environ

@@ -73,7 +73,7 @@ def test_undone_it_is_argparse_again(context: Callable) -> None:
     before = argparse.ArgumentParser.parse_known_args
     config.install(made)
     assert argparse.ArgumentParser.parse_known_args is not before
-    made.patches.undo()
+    made.patches.close()
     assert argparse.ArgumentParser.parse_known_args is before
     assert parse("--gradient_accumulation_steps", "--local_rank").local_rank == -1
 
@@ -120,7 +120,7 @@ def test_a_command_says_yes_or_no_as_its_parser_takes_it(
     made, _ = context(argv=("train.py", *given), flags=(("overlap_comm", "--oc"),))
     config.install(made)
     yes_or_no_parser(kind).parse_args(given)
-    made.patches.undo()
+    made.patches.close()
     script = replace(made.script, profile=in_a_profile(made))
     candidate = make_candidate(1, 8, 4, activation_checkpointing=value).but(overlap_comm=value)
     words = command(script, candidate, "best.json")[1:]

@@ -289,7 +289,7 @@ def save(folder: str, quiet: bool) -> dict[str, Any]:
     deepspeed.unhooked(context, "save_16bit_model", f"{folder}/ours", "weights.bin")
     deepspeed.unhooked(context, "save_checkpoint", f"{folder}/ours")
     found["ours"] = sorted(path.name for path in Path(folder, "ours").iterdir())
-    context.patches.undo()
+    context.patches.close()
     engine.save_16bit_model(f"{folder}/after")
     found["after"] = Path(folder, "after").exists()
     return found

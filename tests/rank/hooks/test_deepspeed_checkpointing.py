@@ -64,7 +64,7 @@ def test_what_is_off_stays_off_in_that_model_alone(context: Make) -> None:
     assert not deepspeed.is_on(model)
     other.gradient_checkpointing_enable()
     assert deepspeed.is_on(other)
-    made.patches.undo()
+    made.patches.close()
     model.gradient_checkpointing_enable()
     assert deepspeed.is_on(model)
 

@@ -33,7 +33,7 @@ def test_an_engine_may_step_its_optimizers(context: Callable) -> None:
 def test_undone_nobody_looks(context: Callable) -> None:
     made, watcher = context()
     deepspeed.install_optimizers(made)
-    made.patches.undo()
+    made.patches.close()
     steps(3)
     assert watcher.seen == []
 

@@ -44,7 +44,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context
     made = Context(make_job(script=script), make_candidate(1, 2, 3), Recorder(), "cuda", tmp_path, quiet=True)
     launchers.install_relaunch(made)
     yield made
-    made.patches.undo()
+    made.patches.close()
     AcceleratorState._reset_state(reset_partial_state=True)
     sys.modules.pop("relaunched_package", None)
 
@@ -153,6 +153,6 @@ def test_accumulation_of_accelerates_launcher_is_the_candidates(context: Context
 
 def test_all_is_put_back(context: Context) -> None:
     run = subprocess.Popen.__init__
-    context.patches.undo()
+    context.patches.close()
     assert subprocess.Popen.__init__ is not run
     assert "TORCHELASTIC_RUN_ID" not in os.environ

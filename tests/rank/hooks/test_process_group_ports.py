@@ -33,7 +33,7 @@ def test_the_port_of_the_trial_before_is_free_in_a_measurement(quiet: bool) -> N
                 with pytest.raises(OSError, match="already in use"):
                     again.bind(("127.0.0.1", port))
     finally:
-        context.patches.undo()
+        context.patches.close()
     assert "bind" not in vars(socket.socket)
 
 
@@ -47,4 +47,4 @@ def test_two_that_listen_at_one_port_are_still_an_error() -> None:
             with pytest.raises(OSError, match="already in use"):
                 other.bind(one.getsockname())
     finally:
-        context.patches.undo()
+        context.patches.close()

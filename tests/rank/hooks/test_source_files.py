@@ -50,7 +50,7 @@ def test_modules_and_configs_are_found(
     runpy.run_path(str(cwd / "train.py"))
     found = source_files.found(made)
     del sys.modules["own_model_of_mine"]
-    made.patches.undo()
+    made.patches.close()
     configs = ["conf/model.yaml", "ds.json", "mine/config.json", str(model / "config.json")]
     mine = [one for one in found if not one.startswith("/") or one.startswith(str(tmp_path))]
     assert mine == sorted(["own_model_of_mine.py", "train.py", *([] if profile else configs)])

@@ -52,7 +52,7 @@ def fill(folder: str, candidate: dict[str, Any] | None, quiet: bool) -> dict[str
         resume_from_checkpoint="mine/checkpoint-5",
     )
     found = {name: value for name, value in asdict(made).items() if name in NOTED}
-    context.patches.undo()
+    context.patches.close()
     plain = Arguments(output_dir="mine", per_device_train_batch_size=2, use_cpu=True)
     return {
         **found,
@@ -107,7 +107,7 @@ def resume(folder: str, candidate: dict[str, Any] | None) -> list[int]:
     transformers.install(context)
     TrainerState(train_batch_size=4).save_to_json(f"{folder}/state.json")
     found = [TrainerState.load_from_json(f"{folder}/state.json").train_batch_size]
-    context.patches.undo()
+    context.patches.close()
     return [*found, TrainerState.load_from_json(f"{folder}/state.json").train_batch_size]
 
 

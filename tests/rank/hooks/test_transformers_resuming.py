@@ -34,7 +34,7 @@ def save_and_load(folder: str, written: int, stage: int, quiet: bool) -> dict[st
     first.save_checkpoint(f"{folder}/all", client_state={"step": 7, "note": "mine"})
     context, _ = make_context(folder, make_candidate(stage, 2), quiet=quiet)
     deepspeed.install(context)
-    transformers.install_resuming(context)
+    transformers.install_silence(context)
     second = engine_of(stage)
     path, state = second.load_checkpoint(f"{folder}/all")
     by_tag, _ = second.load_checkpoint(load_dir=f"{folder}/all", tag="global_step1", load_module_only=True)
@@ -83,7 +83,7 @@ def load_a_reference(folder: str) -> list[bool]:
     saved.save_checkpoint(f"{folder}/all")
     context, _ = make_context(folder, make_candidate(1, 2))
     deepspeed.install(context)
-    transformers.install_resuming(context)
+    transformers.install_silence(context)
     reference = library.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_size": 2})[0]
     before = weights_of(reference)
     reference.load_checkpoint(f"{folder}/all")
@@ -126,7 +126,7 @@ def load_state(folder: str, quiet: bool) -> str:
     from accelerate import Accelerator
 
     context, _ = make_context(folder, make_candidate(1, 2), quiet=quiet)
-    transformers.install_resuming(context)
+    transformers.install_silence(context)
     try:
         Accelerator(cpu=True).load_state(f"{folder}/nothing")
     except ValueError as error:

@@ -95,7 +95,7 @@ def save(folder: str, quiet: bool) -> list[Any]:
     from accelerate.utils import ProjectConfiguration
 
     context, _ = make_context(f"{folder}/trial", make_candidate(1, 2), quiet=quiet)
-    transformers.install_saving(context)
+    transformers.install_silence(context)
     names = ProjectConfiguration(f"{folder}/theirs", automatic_checkpoint_naming=True, total_limit=1, iteration=2)
     named = Accelerator(cpu=True, project_config=names)
     os.chdir(f"{folder}/trial")

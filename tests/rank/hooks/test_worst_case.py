@@ -38,7 +38,7 @@ def test_a_tokenizers_limit_is_noted(context: Callable, settings: dict[str, int]
 def test_undone_nothing_is_noted(context: Callable) -> None:
     made, _ = context()
     worst_case.install(made)
-    made.patches.undo()
+    made.patches.close()
     make(model_max_length=17)
     assert made.allowed_tokens == []
 
@@ -105,7 +105,7 @@ def test_every_row_is_the_sample_with_most_pixels_over_all_its_images(context: C
     assert pictures.read == (0 if workers else 8), "the script's own data set was not read to find it"
     ((key, found),) = made.largest.items()
     assert found == {"index": 5, "bytes": 4 * 3 * 2 * 49, "read": 8, "tokens": 0, "samples": 8}
-    made.patches.undo()
+    made.patches.close()
     assert len(numbers(DataLoader(pictures, batch_size=3, collate_fn=collate))) == 3
     trial, _ = context(worst_case=True, profile={LARGEST: {key: {**found, "index": 3}}})
     worst_case.install(trial)
@@ -124,7 +124,7 @@ def test_other_data_of_the_same_length_have_their_own_largest_sample(context: Ca
     worst_case.install(made)
     train, evaluation = (DataLoader(data, 4, collate_fn=collate) for data in (Pictures(), Few()))
     assert (numbers(train), numbers(evaluation)) == ([[5]] * 2, [[7]] * 2)
-    made.patches.undo()
+    made.patches.close()
     trial, _ = context(worst_case=True, profile={LARGEST: dict(list(made.largest.items())[:1])})
     worst_case.install(trial)
     assert numbers(DataLoader(Few(), 4, collate_fn=collate)) == [[7]] * 2, "the data have changed since the first run"
@@ -151,7 +151,7 @@ def test_ranks_use_the_sample_that_the_first_of_them_has_found(context: Callable
     first, _ = context(worst_case=True)
     worst_case.install(first)
     assert numbers(DataLoader(Pictures(), 4, collate_fn=collate)) == [[5]] * 2
-    first.patches.undo()
+    first.patches.close()
     ((key, found),) = first.largest.items()
     store.set(f"autotune/largest/{key}", json.dumps({**found, "index": 1}))  # as if it had read less in its time
     second, _ = context(worst_case=True)

@@ -1,10 +1,17 @@
-"""Writes `data/gallery_rates.json`: a predictor observes the steps of each shipped entry (see `gallery.rates`)."""
+"""Writes `autotune/data/gallery_rates.json`: a predictor observes the steps of each shipped entry.
+
+python benchmarks/predict/card_rates.py
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
 
 from autotune.errors import UserError
 from autotune.gallery.schema import Entry
@@ -41,7 +48,7 @@ def main() -> None:
     entries = {name: dataclasses.asdict(one) for name, one in sorted(learnt.items()) if one is not None}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in entries.items())
     text = f'{{\n "constants": {json.dumps(constants())},\n "entries": {{\n{lines}\n }}\n}}\n'
-    write_atomically(Path(__file__).parents[1] / "data" / FILE, text)
+    write_atomically(Path(__file__).parents[2] / "autotune" / "data" / FILE, text)
 
 
 if __name__ == "__main__":

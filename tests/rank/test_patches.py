@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autotune.rank.hooks.base import Patches
+from autotune.rank.patches import Patches
 
 
 class Base:
@@ -27,7 +27,7 @@ def test_a_method_is_wrapped_and_put_back() -> None:
     assert Base().greet("you") == Base().greet(name="you") == "HELLO YOU"
     assert Base.greet.__doc__ == "Says hello."
     assert patches.original(Base, "greet") is before
-    patches.undo()
+    patches.close()
     assert Base.__dict__["greet"] is before
     assert patches.original(Base, "greet") is before
 
@@ -36,7 +36,7 @@ def test_an_inherited_method_is_inherited_again() -> None:
     patches = Patches()
     patches.wrap(Derived, "greet", loudly)
     assert (Derived().greet("you"), Base().greet("you")) == ("HELLO YOU", "hello you")
-    patches.undo()
+    patches.close()
     assert "greet" not in vars(Derived)
 
 
@@ -46,7 +46,7 @@ def test_patches_over_patches_come_off_in_order() -> None:
     patches.wrap(Base, "greet", lambda original, self, name: original(self, name) + "!")
     assert Base().greet("you") == "HELLO YOU!"
     assert patches.original(Base, "greet") is before
-    patches.undo()
+    patches.close()
     assert Base.__dict__["greet"] is before
 
 
@@ -60,7 +60,7 @@ def test_arguments_may_have_any_name() -> None:
     patches = Patches()
     patches.wrap(Engine, "forward", lambda original, self, /, **batch: -original(self, **batch))
     assert Engine().forward(original=1, around=2, owner=3, name=4) == -10
-    patches.undo()
+    patches.close()
 
 
 def test_variables_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +69,10 @@ def test_variables_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     patches, undone = Patches(), []
     for name in ("AUTOTUNE_OLD", "AUTOTUNE_NEW"):
         patches.set_environment(name, "new")
-    patches.on_undo(lambda: undone.append(True))
+    patches.callback(lambda: undone.append(True))
     assert (os.environ["AUTOTUNE_OLD"], os.environ["AUTOTUNE_NEW"]) == ("new", "new")
-    patches.undo()
-    patches.undo()
+    patches.close()
+    patches.close()
     assert os.environ["AUTOTUNE_OLD"] == "old"
     assert "AUTOTUNE_NEW" not in os.environ
     assert undone == [True]
