@@ -28,14 +28,12 @@ _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
 # -- names ---------------------------------------------------------------------------------------------------------------
 
 
-def option_name(parameter: Parameter) -> str:
-    """Return an option's name in job files: its flag without dashes, and `script` for the words after `--`."""
-    return parameter.name if parameter.option.is_argument else flag_of(parameter.name).removeprefix("--")
-
-
 def options_in_files(command: str) -> dict[str, Parameter]:
-    """Return the options that a job file may have for a command, by name."""
-    return {option_name(one): one for one in parameters(command, in_file=True)}
+    """Return the options that a job file may have for a command, by flag without dashes; `script`: the words after `--`."""
+    return {
+        one.name if one.option.is_argument else flag_of(one.name).removeprefix("--"): one
+        for one in parameters(command, in_file=True)
+    }
 
 
 def is_job_file(word: str) -> bool:

@@ -181,7 +181,7 @@ def _run_tracer(
     interpreter: Interpreter,
     agreed: bool,
 ) -> tuple[str, str]:
-    """Run a tracer in a sandbox, and return its stdout and stderr. It may call the user's workload, or the model's own code.
+    """Run a tracer in a sandbox, and return its stdout and stderr. User code may run: a workload, or the model's own code.
 
     Without `--sizes` it sees no GPU.
 

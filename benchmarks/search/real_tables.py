@@ -29,7 +29,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import yaml
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.executors.replay import Row, load_replay_table, write_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
@@ -165,7 +165,9 @@ def job_for(recipe: Recipe, folder: Path) -> Job:
     hardware = detect("cpu", recipe.ranks)
     script = Script(tuple(script_words(recipe, own)), str(folder))
     with opened(unknown_job(script, hardware), hardware, folder, [Candidate(())]) as executor:
-        seen = probe(executor, script, folder, PROBE_SECONDS, lambda text: print(text, file=sys.stderr))
+        seen = probe(
+            executor, script, folder, StartupDeadline(PROBE_SECONDS), lambda text: print(text, file=sys.stderr)
+        )
     return job_of(seen.script, hardware, recipe.batch)
 
 

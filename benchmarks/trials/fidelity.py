@@ -30,7 +30,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
@@ -148,7 +148,9 @@ def compare(
             config = deepspeed_config(tried[0], job)
             script = Script(tuple(plain_words(job, config, ENDLESS, folder)), str(folder))
             of_script = stack.enter_context(opened(unknown_job(script, hardware), hardware, folder / "script", tried))
-            seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
+            seen = probe(
+                of_script, script, folder, StartupDeadline(DEADLINE_SECONDS), lambda text: print(text, file=sys.stderr)
+            )
             of_script.job = job_of(seen.script, hardware, job.global_batch_size)
             ways["script",] = lambda row: measured(of_script, row.candidate, how.measure_spec)
         in_turn(rows, ways, how.rounds)

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import re
+import webbrowser
 from pathlib import Path
 
 import pytest
 
 from autotune.commands import run as run_command
-from autotune.commands import study_output as command
 from autotune.commands.run import NOTE as GALLERY
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.trace_cache import closed_form_trace
@@ -475,7 +475,7 @@ def test_it_is_written_where_it_is_asked_for(
 
 def test_it_is_opened(there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(command.webbrowser, "open", lambda uri: bool(opened.append(uri)))
+    monkeypatch.setattr(webbrowser, "open", lambda uri: bool(opened.append(uri)))
     open_study(there / "runs")
     code, _, err = call(monkeypatch, capsys, "report", "s", "--open")
     assert (code, opened) == (0, [(there / "runs" / "s" / "s.html").as_uri()])
