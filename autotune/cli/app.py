@@ -114,20 +114,20 @@ def plan(request: Request) -> None:
     begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out
-    from autotune.results.plan import show_comparison, show_plan
+    from autotune.results.plan import comparison_table, show_plan
 
     if request.html is not None:
         check_out(request.html)
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
     found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], line_printer(request.quiet))
     if request.html is not None:
-        from autotune.results.report.html import plan_page, plan_report, write_page
+        from autotune.results.report.html import plan_page, write_page
 
-        write_page(plan_page(plan_report(found)), request.html)
+        write_page(plan_page(found), request.html)
     if request.as_json:
         emit([one.to_json() for one in found] if request.compare else found[0].to_json())
     elif request.compare:
-        show_comparison(found, console())
+        comparison_table(found).show(console(), folded="config")
     else:
         show_plan(found[0], console())
     if not any(one.best for one in found):

@@ -19,7 +19,8 @@ from autotune.commands.environment import check_versions
 from autotune.errors import UNPROTECTED, UserError
 from autotune.executors.machine import protection_of
 from autotune.problem.faults import known_faults
-from autotune.problem.hardware import facts_for, usable_cpus
+from autotune.problem.gpu_specs import facts_for
+from autotune.problem.hardware import usable_cpus
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
 from autotune.problem.nvml import (
     ARCHITECTURES,

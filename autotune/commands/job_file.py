@@ -19,7 +19,7 @@ import yaml
 from autotune.commands.request import COMMANDS, Parameter, Request, check_value, convert, flag_of, parameters
 from autotune.errors import UserError, did_you_mean
 from autotune.masking import MASK, learn_data, masked_data
-from autotune.problem.space import parse_space
+from autotune.problem.space import compose_yaml, parse_space
 from autotune.util.bounds import display_value, read_text
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -79,7 +79,7 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
 
 def _compose(text: str, path: Path) -> yaml.MappingNode:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = compose_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)

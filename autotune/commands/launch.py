@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from autotune._version import __version__
 from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
@@ -19,21 +18,13 @@ from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
 from autotune.predict.what_if import published_widening
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
-from autotune.problem.ds_config import BATCH, global_batch_of, read_config
+from autotune.problem.ds_config import BATCH, global_batch_of, read_config, value_at
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
-from autotune.script.argument_files import (
-    argument_names,
-    find_key,
-    knob_values,
-    launcher_file,
-    own_config,
-    own_files,
-    value_at,
-)
+from autotune.script.argument_files import argument_names, find_key, knob_values, launcher_file, own_config, own_files
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
@@ -180,7 +171,6 @@ def _write_page(
                 lines=tuple(summary.lines()),
                 attempts=tuple(AttemptShown(**dataclasses.asdict(one)) for one in summary.attempts),
                 ladder=tuple((str(rung.candidate), rung.measured, rung.peak_bytes) for rung in training.ladder),
-                version=__version__,
             )
         )
         write_page(page, path)

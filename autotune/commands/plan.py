@@ -33,8 +33,8 @@ from autotune.predict.what_if import (
     published_widening,
 )
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
-from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
+from autotune.problem.gpu_specs import GpuFacts, Price, gpu_table, price_table
+from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space

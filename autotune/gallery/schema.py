@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,8 @@ from autotune._version import __version__
 from autotune.errors import UserError
 from autotune.predict.step_time import matmul_parameters, model_flops_per_token
 from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read, job_with_candidate
-from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
+from autotune.problem.gpu_specs import GpuFacts, gpu_table
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
 from autotune.problem.knobs import Knob
 from autotune.problem.models import CAUSAL, SHAPE_KEYS, TASKS, ModelSpec, invalid_size_reason, shipped_models
@@ -27,6 +28,7 @@ from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
 from autotune.util.bounds import bounded_bytes
+from autotune.util.files import shipped_json
 from autotune.util.units import GIB
 
 # Names of layers in public architectures. A LoRA on other layers is recorded as one on all layers.
@@ -535,7 +537,7 @@ def public_lora(text: str) -> str:
     lora = parse_lora(text)
     targets = lora.targets if set(lora.targets) <= PUBLIC_TARGETS else ("all-linear",)
     saved = tuple(name for name in lora.saved if name in PUBLIC_TARGETS)
-    return str(type(lora)(lora.rank, targets, lora.alpha, saved, lora.dropout, lora.fp32))
+    return str(dataclasses.replace(lora, targets=targets, saved=saved))
 
 
 def _tried(knobs: dict[str, Value], outcome: Outcome) -> Tried:
@@ -623,7 +625,7 @@ def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
 @cache
 def public_architectures() -> frozenset[str]:
     """Return transformers' own names of architectures."""
-    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
+    tasks = shipped_json("tasks.json")
     names = {spec.config.get("model_type") for spec in shipped_models().values()}
     for listed in tasks.values():
         if isinstance(listed, list):

@@ -37,7 +37,6 @@ from autotune.problem.job import Job, Lora, Script
 from autotune.problem.models import ModelSpec
 from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import load_space
-from autotune.results.export import deepspeed_config
 from autotune.script.profile import job_of, unknown_job
 from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
@@ -178,7 +177,7 @@ def script_words(recipe: Recipe, config: Path) -> list[str]:
 
 def words(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, steps: int = ENDLESS) -> list[str]:
     """A plain training with the candidate: its script and arguments."""
-    config = deepspeed_config(candidate, job)
+    config = candidate.ds_config(job)
     if job.script is not None:
         (folder / "ds.json").write_text(json.dumps(config))
         return [*script_words(recipe, folder / "ds.json"), "--steps", str(steps)]

@@ -37,7 +37,6 @@ from autotune.problem.hardware import Hardware, detect, threads_per_rank
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.rank.step_statistics import pace_of
-from autotune.results.export import deepspeed_config
 from autotune.script.profile import job_of, unknown_job
 from autotune.search.fingerprint import watched_variables
 from autotune.search.study import StudyStore
@@ -145,7 +144,7 @@ def compare(
             ("--model",): lambda row: measured(of_model, row.candidate, how.measure_spec),
         }
         if with_script:
-            config = deepspeed_config(tried[0], job)
+            config = tried[0].ds_config(job)
             script = Script(tuple(plain_words(job, config, ENDLESS, folder)), str(folder))
             of_script = stack.enter_context(opened(unknown_job(script, hardware), hardware, folder / "script", tried))
             seen = probe(
@@ -175,7 +174,7 @@ def trained(job: Job, candidate: Candidate, steps: int, device: str, warmup: int
         steps: after those of the warm-up.
     """
     variables = variables_of(candidate, threads_per_rank(job.ranks), watched_variables())
-    config = deepspeed_config(candidate, job)
+    config = candidate.ds_config(job)
     found = train_plainly(job, config, candidate.checkpointing, steps, device, variables, warmup=warmup)
     samples = job.ranks * candidate.micro_batch * candidate.accumulation
     return [found["samples_per_second"], samples / pace_of(found["each"]).seconds]

@@ -318,7 +318,8 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) -> None:
     words = [*TINY_RUN, "--hostfile", str(left_hosts.hostfile())]
-    words += ["--global-batch-size", "4", "--budget", "8m", "--max-trials", "1", "--study", "spread"]
+    words += ["--global-batch-size", "4", "--budget", "8m", "--max-trials", "2", "--study", "spread"]
+    words += ["--no-references"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
