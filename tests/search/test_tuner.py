@@ -140,7 +140,7 @@ class Noting(ReplayExecutor):
         def noted(candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
             outcome = measure(candidate, measure_spec, deadline_seconds)
             if not measure_spec.full:
-                self.noted.append((samples(self._job, candidate) / measure_spec.beaten_step_seconds, self._best))
+                self.noted.append((samples(self.job, candidate) / measure_spec.beaten_step_seconds, self._best))
             if outcome.measurement is not None:
                 self._best = max(self._best, outcome.measurement.samples_per_second)
             return outcome
