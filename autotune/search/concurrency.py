@@ -37,7 +37,7 @@ class SearchWorkers:
 
     def __init__(self, alone: Callable[[Candidate], bool] = host_bound) -> None:
         self._alone = lambda candidate: candidate in self._apart or alone(candidate)
-        self._turn = threading.Condition()  # held by the worker that proposes or records
+        self._lock = threading.Condition()  # held by the worker that proposes or records
         self.at_work: list[Candidate] = []  # claimed candidates without a recorded outcome
         self._measuring: list[Candidate] = []
         self._accompanied: set[Candidate] = set()  # candidates at work that ran in parallel with another trial
@@ -49,7 +49,7 @@ class SearchWorkers:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock, so that one worker at a time proposes and records. `device_section` and `wait` release it."""
-        with self._turn:
+        with self._lock:
             yield
 
     @property
@@ -79,7 +79,7 @@ class SearchWorkers:
         finally:
             self.at_work.remove(candidate)
             self._accompanied.discard(candidate)
-            self._turn.notify_all()
+            self._lock.notify_all()
 
     @contextmanager
     def device_section(self, candidate: Candidate) -> Iterator[None]:
@@ -99,7 +99,7 @@ class SearchWorkers:
             yield
         finally:
             self._measuring.remove(candidate)
-            self._turn.notify_all()
+            self._lock.notify_all()
 
     def set_apart(self, candidate: Candidate) -> bool:
         """Return True if the candidate ran in parallel with another trial, and measure it alone from now on.
@@ -119,21 +119,21 @@ class SearchWorkers:
         with self.device_section(candidate), self.unlocked():
             yield
         if self._waiting:
-            self._turn.wait(_WAY_SECONDS)
+            self._lock.wait(_WAY_SECONDS)
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
         """Release the lock for the duration of the block."""
-        self._turn.release()
+        self._lock.release()
         try:
             yield
         finally:
-            self._turn.acquire()
+            self._lock.acquire()
 
     def wait(self) -> None:
         """Release the lock until another trial ends, or for at most _LOOK_SECONDS."""
         self._waiting += 1
-        self._turn.wait(_LOOK_SECONDS)
+        self._lock.wait(_LOOK_SECONDS)
         self._waiting -= 1
 
 

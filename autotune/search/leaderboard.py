@@ -51,7 +51,7 @@ class Leaderboard:
         self._why_not: dict[Candidate, str] = {}  # reasons why candidates cannot win
         self._doubted: set[Candidate] = set()  # need at least as much memory as one with an OOM in verification
         self._most_allocated: dict[int, float] = {}  # by stage: bytes in a search, from which on verification failed
-        self._turns: dict[Candidate, list[Measurement]] = {}  # verifications in this call
+        self._verifications: dict[Candidate, list[Measurement]] = {}  # verifications in this call
         self._earlier: dict[Candidate, Measured] = {}  # verifications of earlier calls
         self._new: set[Candidate] = set()  # measured in this call
         self._chosen: Candidate | None = None  # choice of the earlier calls
@@ -76,9 +76,9 @@ class Leaderboard:
                 self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
             return
         if role == VERIFY:
-            turns = self._turns.setdefault(candidate, [])
-            turns.append(outcome.measurement)
-            self.verified[candidate] = (number, averaged(turns))
+            measurements = self._verifications.setdefault(candidate, [])
+            measurements.append(outcome.measurement)
+            self.verified[candidate] = (number, averaged(measurements))
         else:
             self.searched[candidate] = (number, outcome.measurement)
         if role == VERIFY or candidate not in self.verified:
@@ -113,7 +113,7 @@ class Leaderboard:
         passed = self.passed()
         self._chosen = self.choose_least_memory(passed) if passed else None
         self._earlier = dict(self.verified)
-        self._turns.clear()
+        self._verifications.clear()
         self._new.clear()
 
     @property
@@ -124,15 +124,15 @@ class Leaderboard:
         """
         good = [candidate for candidate in self.verified if not self.why_not(candidate)]
         if self._chosen in good:
-            return None if self._chosen in self._turns else self._chosen
-        if not good or any(candidate in self._turns for candidate in good):
+            return None if self._chosen in self._verifications else self._chosen
+        if not good or any(candidate in self._verifications for candidate in good):
             return None
         return self.choose_least_memory(good)
 
     @property
     def pace(self) -> float:
         """Return this call's speeds divided by those of earlier calls, by what was verified in both; 1 if nothing was."""
-        both = [candidate for candidate in self._turns if candidate in self._earlier]
+        both = [candidate for candidate in self._verifications if candidate in self._earlier]
         speeds = ((self.verified[one][1].samples_per_second, self._earlier[one][1].samples_per_second) for one in both)
         return statistics.median([now / before for now, before in speeds] or [1.0])
 
@@ -154,7 +154,7 @@ class Leaderboard:
 
     def verified_now(self, candidate: Candidate) -> bool:
         """Return True if this call has verified the candidate."""
-        return candidate in self._turns
+        return candidate in self._verifications
 
     def is_deprioritized(self, candidate: Candidate) -> bool:
         """Return True if a measured candidate will probably fail verification."""
@@ -237,7 +237,9 @@ class Leaderboard:
         """Return verified candidates that may win: those of this call, or the incumbent alone."""
         if (incumbent := self.incumbent) is not None:
             return [incumbent]
-        return [candidate for candidate in self._turns if candidate in self.verified and not self.why_not(candidate)]
+        return [
+            candidate for candidate in self._verifications if candidate in self.verified and not self.why_not(candidate)
+        ]
 
     def contender(self) -> Candidate | None:
         """Return the next candidate to verify.
@@ -264,7 +266,7 @@ class Leaderboard:
         measured, speed = self.verified[best][1], self._speed(best)
         # a search measures for one second and verification for three, so a candidate within both uncertainties is
         # verified too
-        near = 1 - RIVAL_SHARE if len(self._turns) == 1 else 1.0
+        near = 1 - RIVAL_SHARE if len(self._verifications) == 1 else 1.0
         for candidate in contenders:
             other, its_speed = self.measured[candidate][1], self._speed(candidate)
             if candidate in self._earlier:  # an earlier call has chosen another one; only its pace may differ
@@ -281,7 +283,7 @@ class Leaderboard:
                 return candidate
         return None
 
-    def next_turn(self) -> Candidate | None:
+    def next_to_repeat(self) -> Candidate | None:
         """Return which of the two fastest verified candidates to measure again, in the order A, B, A.
 
         Alternating measurements distribute the machine's drift equally.
@@ -290,12 +292,12 @@ class Leaderboard:
             None if this is done, or if one candidate is clearly faster.
         """
         ranked = sorted(self.passed(), key=lambda c: self.verified[c][1].samples_per_second, reverse=True)[:2]
-        if len(ranked) < 2 or any(candidate not in self._turns for candidate in ranked):
+        if len(ranked) < 2 or any(candidate not in self._verifications for candidate in ranked):
             return None
         first, second = (self.verified[candidate][1].samples_per_second for candidate in ranked)
-        if second < (1 - RIVAL_SHARE) * first or sum(len(self._turns[candidate]) for candidate in ranked) > 2:
+        if second < (1 - RIVAL_SHARE) * first or sum(len(self._verifications[candidate]) for candidate in ranked) > 2:
             return None
-        return min(ranked, key=list(self._turns).index)
+        return min(ranked, key=list(self._verifications).index)
 
     def choose_least_memory(self, passed: list[Candidate]) -> Candidate:
         """Return the candidate with the lowest peak among those that win by it; else the fastest."""
@@ -312,23 +314,23 @@ def allocated_bytes(measured: Measurement) -> int:
     return measured.torch_allocated_bytes or measured.peak_bytes
 
 
-def averaged(turns: list[Measurement]) -> Measurement:
+def averaged(measurements: list[Measurement]) -> Measurement:
     """Merge measurements of one candidate: mean speed, highest peak, lowest clock and all clock limits.
 
     Other values come from the latest measurement.
     """
-    step_seconds = sum(one.step_seconds for one in turns) / len(turns)
-    latest = turns[-1]
+    step_seconds = sum(one.step_seconds for one in measurements) / len(measurements)
+    latest = measurements[-1]
     scale = latest.step_seconds / step_seconds
     return dataclasses.replace(
         latest,
         step_seconds=step_seconds,
         samples_per_second=latest.samples_per_second * scale,
         tokens_per_second=latest.tokens_per_second * scale,
-        peak_bytes=max(one.peak_bytes for one in turns),
-        alloc_retries=max(one.alloc_retries for one in turns),
-        sm_clock_mhz=min((one.sm_clock_mhz for one in turns if one.sm_clock_mhz), default=None),
-        clock_limits=list(dict.fromkeys(limit for one in turns for limit in one.clock_limits)),
+        peak_bytes=max(one.peak_bytes for one in measurements),
+        alloc_retries=max(one.alloc_retries for one in measurements),
+        sm_clock_mhz=min((one.sm_clock_mhz for one in measurements if one.sm_clock_mhz), default=None),
+        clock_limits=list(dict.fromkeys(limit for one in measurements for limit in one.clock_limits)),
     )
 
 
@@ -694,19 +696,20 @@ class MeasuredAlike:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._call_of_tuner = _calls(records)
-        turns: dict[tuple[str, int], dict[Candidate, list[Measurement]]] = {}
+        measurements: dict[tuple[str, int], dict[Candidate, list[Measurement]]] = {}
         for record in records:
             if (
                 record.role in (SEARCH, VERIFY)
                 and record.outcome is not None
                 and record.outcome.measurement is not None
             ):
-                here = turns.setdefault((record.role, self.call(record)), {})
+                here = measurements.setdefault((record.role, self.call(record)), {})
                 # the search measures again only what has changed, as after an interruption: the latest counts
                 before = here.get(record.candidate, []) if record.role == VERIFY else []
                 here[record.candidate] = [*before, record.outcome.measurement]
         self._measured = {
-            place: {candidate: averaged(found) for candidate, found in here.items()} for place, here in turns.items()
+            place: {candidate: averaged(found) for candidate, found in here.items()}
+            for place, here in measurements.items()
         }
 
     def call(self, record: Record) -> int:

@@ -365,59 +365,59 @@ class Proposer:
         if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
             return StopReason.NOTHING_BETTER.stop(count=self._proposed - self._improved_at)
         self._proposed += 1
-        turn = Decision(self._worth, left_seconds)
+        decision = Decision(self._worth, left_seconds)
         for rule in self.rules:
-            if (decision := rule.decide(turn)) is not None:
+            if (decided := rule.decide(decision)) is not None:
                 self.decided_by = rule.name
-                return decision
+                return decided
         return StopReason.ALL_TRIED.stop()
 
     # -- rules, in their order ---------------------------------------------------------------------------------------
 
-    def _start_candidate(self, turn: Decision) -> Proposal | None:
+    def _start_candidate(self, decision: Decision) -> Proposal | None:
         """Propose the start candidate once, if its prediction justifies a trial."""
         if self._start is None or not self._start_is_due:
             return None
         self._start.tried = True
         return Proposal(self._start.candidate, self._start.note)
 
-    def _fallback_after_failures(self, turn: Decision) -> Proposal | Stop | None:
+    def _fallback_after_failures(self, decision: Decision) -> Proposal | Stop | None:
         """Propose only fallback candidates after many failures without a fit."""
         due = not self.speed and self._fallback.is_due and not self.exhaustive
         return self._last_resort() if due else None
 
-    def _samplers_share(self, turn: Decision) -> Proposal | None:
+    def _samplers_share(self, decision: Decision) -> Proposal | None:
         """Give the sampler its share of the trials while the predictor is refuted."""
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0
         return None
 
-    def _fallback_without_a_fit(self, turn: Decision) -> Proposal | Stop | None:
+    def _fallback_without_a_fit(self, decision: Decision) -> Proposal | Stop | None:
         """Propose fallback candidates if nothing has fitted and nothing is likely to, by predictions and earlier OOMs."""
-        return None if self.speed or turn.any_allowed else self._last_resort()
+        return None if self.speed or decision.any_allowed else self._last_resort()
 
-    def _first_fit(self, turn: Decision) -> Proposal | None:
+    def _first_fit(self, decision: Decision) -> Proposal | None:
         """Propose the best predicted candidate until one has fitted."""
-        return None if self.speed else Proposal(self.candidates[turn.best], "best predicted")
+        return None if self.speed else Proposal(self.candidates[decision.best], "best predicted")
 
-    def _untried_level(self, turn: Decision) -> Proposal | None:
+    def _untried_level(self, decision: Decision) -> Proposal | None:
         """Try every level of the first-order knobs before a measured kind is refined."""
-        if self._is_worthwhile(turn) and not self._groups.measured[turn.best]:
+        if self._is_worthwhile(decision) and not self._groups.measured[decision.best]:
             return None
-        return self._unseen() or (self._memory_limit(turn) if self._model.predictor_rejected else None)
+        return self._unseen() or (self._memory_limit(decision) if self._model.predictor_rejected else None)
 
-    def _predicted_gain(self, turn: Decision) -> Proposal | None:
+    def _predicted_gain(self, decision: Decision) -> Proposal | None:
         """Propose the most valuable candidate if it may gain enough, or if too few are measured to stop."""
-        if self._is_worthwhile(turn):
-            note = f"predicted gain {format_percent(math.expm1(turn.gain[turn.best]))}"
-        elif turn.any_allowed and len(self.speed) < LEAST_EVIDENCE:
+        if self._is_worthwhile(decision):
+            note = f"predicted gain {format_percent(math.expm1(decision.gain[decision.best]))}"
+        elif decision.any_allowed and len(self.speed) < LEAST_EVIDENCE:
             note = f"no gain is predicted; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
         else:
             return None
-        return Proposal(self.candidates[turn.best], note)
+        return Proposal(self.candidates[decision.best], note)
 
-    def _memory_limit(self, turn: Decision) -> Proposal | None:
+    def _memory_limit(self, decision: Decision) -> Proposal | None:
         """Test the memory predictor with a candidate that is predicted not to fit.
 
         The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
@@ -434,7 +434,7 @@ class Proposer:
         nearest = int(np.where(mask, forecast.share, np.inf).argmin())
         return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
 
-    def _second_opinion(self, turn: Decision) -> Proposal | None:
+    def _second_opinion(self, decision: Decision) -> Proposal | None:
         """Propose the candidate that the surrogate values most, before the predictor ends the search."""
         if self._model.predictor_rejected or self._audited >= AUDITS:
             return None
@@ -445,7 +445,7 @@ class Proposer:
         self._audited += 1
         return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
 
-    def _untested_knob(self, turn: Decision) -> Proposal | None:
+    def _untested_knob(self, decision: Decision) -> Proposal | None:
         """Turn each knob of the best candidate once before the search ends early.
 
         The cheapest turn comes first, and all together take at most CHECK_SHARE of the remaining budget.
@@ -456,11 +456,11 @@ class Proposer:
         if not ways:
             return None
         way = min(ways, key=lambda one: float(seconds[one.at]))
-        if not self._turns.allows(float(seconds[way.at]), turn.left_seconds):
+        if not self._turns.allows(float(seconds[way.at]), decision.left_seconds):
             return None
         return Proposal(self.candidates[way.at], f"{way.knob} was not turned at the best")
 
-    def _doubtful_knob(self, turn: Decision) -> Proposal | None:
+    def _doubtful_knob(self, decision: Decision) -> Proposal | None:
         """Turn a knob of the best candidate whose predicted effects were so wrong that a turn may gain the tolerance."""
         if self._model.predictor_rejected or self.exhaustive:
             return None
@@ -471,7 +471,7 @@ class Proposer:
         missed = 100 * self.knobs.sigma(way.knob)
         return Proposal(self.candidates[way.at], f"predicted effects of {way.knob} are wrong by {missed:.0f} %")
 
-    def _loose_bound(self, turn: Decision) -> Proposal | None:
+    def _loose_bound(self, decision: Decision) -> Proposal | None:
         """Measure the candidate that makes the bound of the speed left so high.
 
         Its gain is unlikely, but large. All of them together take at most CHECK_SHARE of the remaining budget.
@@ -481,24 +481,24 @@ class Proposer:
         left, at = self._bound()
         if at is None or math.expm1(left) <= LOOSE_BOUND:
             return None
-        if not self._doubts.allows(float(self._trial_costs()[at]), turn.left_seconds):
+        if not self._doubts.allows(float(self._trial_costs()[at]), decision.left_seconds):
             return None
         return Proposal(self.candidates[at], f"up to {100 * math.expm1(left):.0f} % may be left")
 
-    def _sampler_goes_on(self, turn: Decision) -> Proposal | None:
+    def _sampler_goes_on(self, decision: Decision) -> Proposal | None:
         """Leave the search to the sampler if the predictor is refuted, or if the search is exhaustive."""
-        goes_on = self._model.predictor_rejected or (self.exhaustive and turn.any_allowed)
+        goes_on = self._model.predictor_rejected or (self.exhaustive and decision.any_allowed)
         return self._advised() if goes_on else None
 
-    def _small_gain(self, turn: Decision) -> Stop | None:
+    def _small_gain(self, decision: Decision) -> Stop | None:
         """Stop, because no earlier rule found an allowed candidate with enough predicted gain.
 
         Without an allowed candidate, `_decide` stops with ALL_TRIED.
         """
-        return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * self.tolerance) if turn.any_allowed else None
+        return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * self.tolerance) if decision.any_allowed else None
 
-    def _is_worthwhile(self, turn: Decision) -> bool:
-        return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)
+    def _is_worthwhile(self, decision: Decision) -> bool:
+        return decision.any_allowed and bool(decision.gain[decision.best] >= WORTHWHILE * self.tolerance)
 
     @property
     def _best_at(self) -> int | None:
@@ -811,13 +811,13 @@ class FallbackSchedule:
         self._greed = np.array([memory_demand_score(candidate, device) for candidate in candidates])
         self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
         self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
-        self._tried: set[tuple[int, bool]] = set()
+        self._tried: set[tuple[int, bool]] = set()  # (stage, ranked by settings)
         self._failed: Counter[OutcomeKind] = Counter()
 
     def take(self, at: int | None, kind: OutcomeKind, fitted: bool) -> None:
         """Record a trial.
 
-        A stage whose fallback candidate failed for another reason than device memory gets another turn with less
+        A stage whose fallback candidate failed for another reason than device memory is tried again with less
         offloading, because the offloading may be the cause.
 
         Args:
@@ -832,9 +832,9 @@ class FallbackSchedule:
         self._failed[kind] += 1
         if at is not None and kind is not OutcomeKind.OOM_DEVICE and self._offloads[at]:
             stage = int(self._stage[at])
-            if turns := {turn for turn in self._tried if turn[0] == stage}:
+            if again := {one for one in self._tried if one[0] == stage}:
                 self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
-                self._tried -= turns
+                self._tried -= again
 
     @property
     def is_due(self) -> bool:
@@ -842,7 +842,7 @@ class FallbackSchedule:
         return self._failed.total() >= ENOUGH
 
     def next(self, free: Flags, need: Floats, believed: bool) -> int | None:
-        """Return the place of the next fallback candidate; None if each stage has had its turn.
+        """Return the place of the next fallback candidate; None if each stage was tried.
 
         Args:
             free: (n,) candidates that may be tried.
@@ -853,9 +853,9 @@ class FallbackSchedule:
         for by_settings in (False,) if believed else (False, True):
             greed = np.where(free, self._greed + 1e-3 * np.tanh(need) if by_settings else need, np.inf)
             for at in greed.argsort(kind="stable")[: int(free.sum())]:
-                turn = (int(self._stage[at]), by_settings)
-                if turn not in self._tried:
-                    self._tried.add(turn)
+                attempt = (int(self._stage[at]), by_settings)
+                if attempt not in self._tried:
+                    self._tried.add(attempt)
                     return int(at)
         return None
 

@@ -458,13 +458,13 @@ class Verifier:
         search's measurement: a slower candidate falls back in the order, and the next one is verified. The winner must
         also resume from a checkpoint.
         """
-        leaderboard, tried, in_turn = self.leaderboard, 0, False
+        leaderboard, tried, repeated = self.leaderboard, 0, False
         while True:
             self.trials.poll_peers()
             candidate = self._to_verify() if tried < MAX_VERIFIED else None
             if candidate is None:
-                if not in_turn and (rival := self._rival()) is not None:
-                    in_turn = True
+                if not repeated and (rival := self._rival()) is not None:
+                    repeated = True
                     self._verification(rival, VERIFY)
                     continue
                 passed = leaderboard.passed()
@@ -500,7 +500,7 @@ class Verifier:
         """Return a candidate to measure again if two are so close that drift may decide; None if no time is left."""
         if self.cancelled() or not self.clock.time_for_another:
             return None
-        return self.leaderboard.next_turn()
+        return self.leaderboard.next_to_repeat()
 
     def _goes_on(self, candidate: Candidate) -> bool:
         """Return False if the candidate runs out of memory when it resumes from a checkpoint.

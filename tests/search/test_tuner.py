@@ -657,18 +657,18 @@ def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     verified(fastest, pace)
     leaderboard.begin_call()
     verified(rival, 1.0)
-    assert leaderboard.next_turn() is None, "what an earlier call verified was not measured in turn"
+    assert leaderboard.next_to_repeat() is None, "what an earlier call verified was not measured in turn"
     verified(fastest, 1.03)
-    assert leaderboard.next_turn() == rival, "the first of the two, once more"
+    assert leaderboard.next_to_repeat() == rival, "the first of the two, once more"
     verified(rival, 1.08)
-    assert leaderboard.next_turn() is None
+    assert leaderboard.next_to_repeat() is None
     assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
     assert leaderboard.choose_least_memory([rival, fastest]) in (rival, fastest)
     slow = Leaderboard(replay_table.hardware())
     leaderboard = slow
     verified(fastest, 1.0)
     verified(rival, 1.2)
-    assert slow.next_turn() is None, "one is clearly faster"
+    assert slow.next_to_repeat() is None, "one is clearly faster"
 
 
 def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choose(replay_table: ReplayTable) -> None:
@@ -735,7 +735,7 @@ def test_two_verified_candidates_take_turns_only_if_neither_is_clearly_faster(re
         leaderboard = Leaderboard(replay_table.hardware())
         of_peak(leaderboard, make_candidate(0, 1), 110.0, 500)
         of_peak(leaderboard, make_candidate(0, 2), speed, 500)
-        assert leaderboard.next_turn() == turn
+        assert leaderboard.next_to_repeat() == turn
 
 
 def test_the_least_bytes_of_a_failed_verification_deprioritize_a_stage(replay_table: ReplayTable) -> None:
