@@ -104,8 +104,8 @@ class BaseRank(ABC):
         if cpus := os.environ.get("AUTOTUNE_CPUS"):  # before any thread starts; the remaining CPUs belong to other jobs
             os.sched_setaffinity(0, map(int, cpus.split(",")))
         own_memory()  # after the affinity is set, so that pages are copied close to these CPUs
-        self.meeting = Rendezvous.from_spec(self.spec["store"], self.number, self.world)
-        if (port := self.meeting.open()) is not None:
+        self.rendezvous = Rendezvous.from_spec(self.spec["store"], self.number, self.world)
+        if (port := self.rendezvous.open()) is not None:
             self.channel.send("store", port=port, scripts_port=self.spec["port"])
         self.enter(Phase.START)
         self.heartbeat.start()
@@ -131,7 +131,7 @@ class BaseRank(ABC):
             LOCAL_RANK=str(self.local),
             WORLD_SIZE=str(self.world),
             LOCAL_WORLD_SIZE=str(self.spec.get("local_world", self.world)),
-            MASTER_ADDR=self.meeting.host,
+            MASTER_ADDR=self.rendezvous.host,
             MASTER_PORT=str(self.spec["port"]),
             DS_ACCELERATOR=self.spec["device"],
             OMP_NUM_THREADS=str(self.spec["threads"]),
@@ -148,7 +148,7 @@ class BaseRank(ABC):
 
             backend, store = "fake", FakeStore()
         else:
-            store = self.meeting.store(self.torch, self.collective_timeout)
+            store = self.rendezvous.store(self.torch, self.collective_timeout)
         self.torch.distributed.init_process_group(
             backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )

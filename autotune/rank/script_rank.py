@@ -203,11 +203,11 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.engine, self.facts = engine, facts
         self.own_device.note()
         if another:
-            self._begin_anew()
+            self._restart_counting()
             return
         load(self, functools.partial(unhooked, self.context, "load_checkpoint"))
 
-    def _begin_anew(self) -> None:
+    def _restart_counting(self) -> None:
         """Restart counting, because the watched engine was not the one that trains."""
         self.steps = self.short_steps = self.widest_tokens = 0
         self.batch, self.warmup, self.timed, self.rows_beside = Batch(), [], [], {}

@@ -23,7 +23,7 @@ CHECKPOINT_SHARE = 0.2  # share of the budget, at most, for writing and reading 
 
 
 class Budget:
-    """Seconds of one call, on the executor's clock.
+    """Seconds of one call, by the executor's clock.
 
     Args:
         executor: provides the clock.

@@ -49,7 +49,7 @@ MEMORY_END_AFTER = 4  # measured candidates before an exhaustive search looks fo
 HEAD = 6  # trials before the sampler gets its share
 CATCH_UP = 2  # consecutive sampler trials while it is below its share
 AUDITS = 2  # surrogate proposals without improvement before a search may stop early
-MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not refuted
+MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not rejected
 BEST_SIGMA = 0.02  # standard deviation of the best measured speed as a logarithm, which a second measurement shows
 IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor of a large model is wrong by more
 # Bytes above the capacity. Buffers of the runtime do not depend on the model, so a prediction may be wrong by all of
@@ -177,8 +177,8 @@ class Proposer:
             return self._pool.note_fixable(candidate, outcome)
         self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
-        foreign = self._start is not None and candidate == self._start.candidate
-        self._ran_out[rejected] += outcome.kind.is_oom and surprising and not foreign
+        is_start = self._start is not None and candidate == self._start.candidate
+        self._ran_out[rejected] += outcome.kind.is_oom and surprising and not is_start
         measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
         speed = measured.samples_per_second if measured else 0.0
         if measured:
@@ -387,7 +387,7 @@ class Proposer:
         return self._last_resort() if due else None
 
     def _samplers_share(self, decision: Decision) -> Proposal | None:
-        """Give the sampler its share of the trials while the predictor is refuted."""
+        """Give the sampler its share of the trials while the predictor is rejected."""
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0
@@ -402,7 +402,7 @@ class Proposer:
         return None if self.speed else Proposal(self.candidates[decision.best], "best predicted")
 
     def _untried_level(self, decision: Decision) -> Proposal | None:
-        """Try every level of the first-order knobs before a measured kind is refined."""
+        """Try every level of the first-order knobs before a measured group is refined."""
         if self._is_worthwhile(decision) and not self._groups.measured[decision.best]:
             return None
         return self._unseen() or (self._memory_limit(decision) if self._model.predictor_rejected else None)
@@ -486,7 +486,7 @@ class Proposer:
         return Proposal(self.candidates[at], f"up to {100 * math.expm1(left):.0f} % may be left")
 
     def _sampler_goes_on(self, decision: Decision) -> Proposal | None:
-        """Leave the search to the sampler if the predictor is refuted, or if the search is exhaustive."""
+        """Leave the search to the sampler if the predictor is rejected, or if the search is exhaustive."""
         goes_on = self._model.predictor_rejected or (self.exhaustive and decision.any_allowed)
         return self._advised() if goes_on else None
 
@@ -529,12 +529,12 @@ class Proposer:
 
     @property
     def _is_stale(self) -> bool:
-        """True after so many trials without improvement that the search stops if the predictor is refuted."""
+        """True after so many trials without improvement that the search stops if the predictor is rejected."""
         return bool(self.speed) and self._proposed - self._improved_at >= max(STALE, 2 * self._improved_at)
 
     @property
     def _sampler_is_due(self) -> bool:
-        """True if the sampler is below its share: half of all trials while the predictor is refuted.
+        """True if the sampler is below its share: half of all trials while the predictor is rejected.
 
         The sampler catches up with at most CATCH_UP trials in a row.
         """
@@ -675,7 +675,7 @@ class Proposer:
     def _ahead(self, forecast: Forecast) -> tuple[Floats, Floats]:
         """Return the predicted log speed of each candidate over the best one, and its standard deviation, (n,) each."""
         best = math.log(max(self.speed.values()))
-        # only second-order knobs are left in a measured kind
+        # only second-order knobs are left in a measured group
         seen, reach = self._groups.measured, self._groups.reach
         logs = np.where(seen, np.minimum(forecast.logs, self._groups.ceiling), forecast.logs)
         sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
@@ -698,7 +698,7 @@ class Proposer:
     def _advised(self) -> Proposal:
         """Return the sampler's choice among the open candidates.
 
-        Unless the predictor is refuted, the choice is limited to candidates that are predicted to fit, if there are
+        Unless the predictor is rejected, the choice is limited to candidates that are predicted to fit, if there are
         any.
         """
         allowed = self._available.copy()
@@ -808,7 +808,7 @@ class FallbackSchedule:
 
     def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
         self._stage = np.array([candidate.stage for candidate in candidates])
-        self._greed = np.array([memory_demand_score(candidate, device) for candidate in candidates])
+        self._demand_scores = np.array([memory_demand_score(candidate, device) for candidate in candidates])
         self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
         self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
         self._tried: set[tuple[int, bool]] = set()  # (stage, ranked by settings)
@@ -851,8 +851,8 @@ class FallbackSchedule:
         """
         free = free & (self._offloads <= self._most_offloads[self._stage])
         for by_settings in (False,) if believed else (False, True):
-            greed = np.where(free, self._greed + 1e-3 * np.tanh(need) if by_settings else need, np.inf)
-            for at in greed.argsort(kind="stable")[: int(free.sum())]:
+            demand = np.where(free, self._demand_scores + 1e-3 * np.tanh(need) if by_settings else need, np.inf)
+            for at in demand.argsort(kind="stable")[: int(free.sum())]:
                 attempt = (int(self._stage[at]), by_settings)
                 if attempt not in self._tried:
                     self._tried.add(attempt)

@@ -28,8 +28,8 @@ from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
 from autotune.search.storage import DATABASES, ServerStorage, lock_study, open_storage, stored_in
 from autotune.search.trials import (
+    ABANDONED,
     CANDIDATE,
-    LET_GO,
     NO_CALL,
     REFERENCE,
     RESUME,
@@ -394,7 +394,7 @@ class StudyStore:
             record = record_of(trial)
             died = trial.state is TrialState.RUNNING and self.tuners.died(trial.user_attrs.get(TUNER))
             deadly = died and record is not None and (record.candidate, record.role) in before
-            outcome = abandoned_outcome(deadly) if died else LET_GO
+            outcome = abandoned_outcome(deadly) if died else ABANDONED
             closed += close(self.study, trial, self.hardware, outcome) and record is not None
         return closed
 

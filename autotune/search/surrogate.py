@@ -86,8 +86,8 @@ class SpeedMemoryModel:
         self._stage = np.array([candidate.stage for candidate in candidates])
         # bytes that a candidate may use so that its verification fits, for predicted and for measured peaks:
         # verification uses more memory than a search trial
-        self._room = np.full(self._count, float(self.hardware.ceiling_bytes))
-        self._measured_room = self._room.copy()
+        self._predicted_limit = np.full(self._count, float(self.hardware.ceiling_bytes))
+        self._measured_limit = self._predicted_limit.copy()
         self._host_ran_out = False
         self._surprises: list[float] = []  # errors of predicted speeds, in standard deviations
         self._peak_surprises: list[float] = []  # the same of predicted peaks
@@ -189,9 +189,9 @@ class SpeedMemoryModel:
             share: candidates of its stage must need less than this share of its memory.
         """
         alike = self._stage == self._stage[at]
-        rooms = (self._room, self.table().needed[at]), (self._measured_room, searched.peak_bytes)
-        for room, most in rooms:
-            room[alike] = np.minimum(room[alike], share * float(most))
+        limits = (self._predicted_limit, self.table().needed[at]), (self._measured_limit, searched.peak_bytes)
+        for limit, most in limits:
+            limit[alike] = np.minimum(limit[alike], share * float(most))
         self._forecasts.clear()
 
     def _observe(self, at: int, measured: Measurement) -> None:
@@ -268,10 +268,10 @@ class SpeedMemoryModel:
             in_host = normal_cdf(-np.log(np.maximum(host_share, 1e-9)) / self.predictor.host_sigma)
         if self.memory.predictor_rejected and len(self._peaks):
             peak, spread = self._peaks.predict()
-            fits = in_host * normal_cdf((np.log(self._measured_room) - peak) / spread)
+            fits = in_host * normal_cdf((np.log(self._measured_limit) - peak) / spread)
             hopeless = np.zeros(len(peak), dtype=bool)
             return Forecast(logs, sigma, step, fits, fits, np.exp(peak) / capacity, host_share, hopeless, host_hopeless)
-        sigmas = (self._room - table.needed) / table.peak_sigma
+        sigmas = (self._predicted_limit - table.needed) / table.peak_sigma
         fits = in_host * normal_cdf(sigmas)
         may_fit = np.maximum(fits, in_host * self._tail_of_peaks(sigmas))
         hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
@@ -499,25 +499,25 @@ def first_order_key(candidate: Candidate) -> tuple[object, ...]:
 
 
 class FirstOrderGroups:
-    """Measured combinations of first-order settings ("kinds"), and the gain from second-order knobs in each."""
+    """Measured combinations of first-order settings ("groups"), and the gain from second-order knobs in each."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        kinds: dict[tuple[object, ...], int] = {}
-        # (n,) the kind of each candidate
-        self.of = np.array([kinds.setdefault(first_order_key(candidate), len(kinds)) for candidate in candidates])
-        self._first = np.full(len(kinds), np.nan)  # log of samples per second, by kind
-        self._best = np.full(len(kinds), -np.inf)
-        self._again = np.zeros(len(kinds), dtype=bool)  # measured with several second-order settings
-        self._tight = np.zeros(len(kinds), dtype=bool)  # a measured candidate failed in verification
+        groups: dict[tuple[object, ...], int] = {}
+        # (n,) the group of each candidate
+        self.of = np.array([groups.setdefault(first_order_key(candidate), len(groups)) for candidate in candidates])
+        self._first = np.full(len(groups), np.nan)  # log of samples per second, by group
+        self._best = np.full(len(groups), -np.inf)
+        self._again = np.zeros(len(groups), dtype=bool)  # measured with several second-order settings
+        self._tight = np.zeros(len(groups), dtype=bool)  # a measured candidate failed in verification
 
     def note(self, at: int, speed: float) -> None:
         """Record a measurement of the candidate at this place; `speed` is the log of samples per second."""
-        kind = self.of[at]
-        if math.isnan(self._first[kind]):
-            self._first[kind] = speed
+        group = self.of[at]
+        if math.isnan(self._first[group]):
+            self._first[group] = speed
         else:
-            self._again[kind] = True
-        self._best[kind] = max(self._best[kind], speed)
+            self._again[group] = True
+        self._best[group] = max(self._best[group], speed)
 
     def note_tight(self, at: int) -> None:
         """Record that the candidate at this place fitted in a search but not in verification."""
@@ -525,12 +525,12 @@ class FirstOrderGroups:
 
     @property
     def fitted(self) -> Flags:
-        """Return whether each candidate's kind has fitted, and none of it failed in verification, (n,)."""
+        """Return whether each candidate's group has fitted, and none of it failed in verification, (n,)."""
         return np.asarray(self.measured & ~self._tight[self.of])
 
     @property
     def measured(self) -> Flags:
-        """Return whether each candidate's kind was measured, (n,)."""
+        """Return whether each candidate's group was measured, (n,)."""
         return np.asarray(np.isfinite(self._first[self.of]))
 
     @property
@@ -546,7 +546,7 @@ class FirstOrderGroups:
     def ceiling(self) -> Floats:
         """Return the upper bound of each candidate's log speed with other second-order knobs, (n,).
 
-        The bound of an unmeasured kind is -inf.
+        The bound of an unmeasured group is -inf.
         """
         return np.asarray(self._best[self.of] + self.reach)
 

@@ -235,7 +235,7 @@ def abandoned_outcome(deadly: bool) -> Outcome:
 
 
 # Outcome of a trial whose tuner lost its lease or ended normally. The candidate is not at fault.
-LET_GO = Outcome(
+ABANDONED = Outcome(
     OutcomeKind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
 )
 

@@ -96,9 +96,9 @@ class Tuner:
         self.leaderboard = Leaderboard(proposer.hardware, proposer.job, proposer.candidates)
         script = proposer.job.script
         self._own = own_candidate(script) if script is not None and script.profile else None
-        self.clock = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
+        self.budget = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
         workers = workers or SearchWorkers()
-        self.trials = TrialRecorder(store, proposer, self.leaderboard, self.clock, workers, self.observer, cancelled)
+        self.trials = TrialRecorder(store, proposer, self.leaderboard, self.budget, workers, self.observer, cancelled)
         self.loop = SearchLoop(self.trials, [executor, *beside], search_spec, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_spec)
         self.references = References(self.trials, executor) if references else None
@@ -119,12 +119,12 @@ class Tuner:
             UserError: the model or the script fails with any candidate.
             MachineError: the machine failed repeatedly before the first measurement.
         """
-        self.clock.begin()
+        self.budget.begin()
         self.trials.replay_study()
         if line := mark_out_of_space(self.store, self.leaderboard.set_aside):
             self.observer.print_line(line)
         self.trials.begin_call()
-        self.store.begin_call(self.clock.budget_seconds)
+        self.store.begin_call(self.budget.budget_seconds)
         try:
             stop, winner, verified = self._search_and_verify()
         except (UserError, MachineError) as error:
@@ -226,8 +226,8 @@ class SearchLoop:
             self._poll_peers()
             if (why := self.why_stop()) is not None:
                 return why
-            clock = self.trials.clock
-            proposal = self.proposer.next(clock.left_seconds - clock.reserve_seconds)
+            budget = self.trials.budget
+            proposal = self.proposer.next(budget.left_seconds - budget.reserve_seconds)
             if proposal is None:
                 # the running trials' outcomes may open new candidates, or be lost and retried
                 if self.peers.running_elsewhere or self.workers.at_work:
@@ -265,7 +265,7 @@ class SearchLoop:
 
     def why_stop(self) -> Stop | None:
         """Return the reason to stop that holds whatever is proposed, or None."""
-        trials, clock = self.trials, self.trials.clock
+        trials, budget = self.trials, self.trials.budget
         if trials.cancelled():
             return StopReason.INTERRUPTED.stop()
         if self.workers.failed:
@@ -274,8 +274,8 @@ class SearchLoop:
             return StopReason.MAX_TRIALS.stop(count=self.max_trials)
         if trials.failures.machine_fails:
             return StopReason.MACHINE_FAILED_REPEATEDLY.stop(count=trials.failures.machine_failures)
-        least = clock.least_trial_seconds if trials.leaderboard.measured else 0.0
-        return StopReason.BUDGET_USED.stop() if clock.left_seconds <= clock.reserve_seconds + least else None
+        least = budget.least_trial_seconds if trials.leaderboard.measured else 0.0
+        return StopReason.BUDGET_USED.stop() if budget.left_seconds <= budget.reserve_seconds + least else None
 
     def _poll_peers(self) -> None:
         """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
@@ -298,14 +298,14 @@ class SearchLoop:
 
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """Measure a candidate; None if a peer tuner is already trying it."""
-        candidate, clock = proposal.candidate, self.trials.clock
+        candidate, budget = proposal.candidate, self.trials.budget
         number = self.trials.begin(candidate, SEARCH, proposal.note)
         if number is None:
             return None
         with self.workers.claim(candidate):
             with self.workers.device_section(candidate):
-                reserved = clock.reserve_seconds if self.trials.leaderboard.measured else 0.0
-                left = max(1.0, clock.left_seconds - reserved)
+                reserved = budget.reserve_seconds if self.trials.leaderboard.measured else 0.0
+                left = max(1.0, budget.left_seconds - reserved)
                 limit, measure_spec = self.proposer.trial_seconds(candidate), self._measure_spec(candidate)
                 with self.workers.unlocked():
                     outcome = session.measure(candidate, measure_spec, min(left, limit))
@@ -325,12 +325,12 @@ class TrialRecorder:
         store: StudyStore,
         proposer: Proposer,
         leaderboard: Leaderboard,
-        clock: Budget,
+        budget: Budget,
         workers: SearchWorkers,
         observer: Observer,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.store, self.proposer, self.leaderboard, self.clock = store, proposer, leaderboard, clock
+        self.store, self.proposer, self.leaderboard, self.budget = store, proposer, leaderboard, budget
         self.workers, self.observer, self.cancelled = workers, observer, cancelled
         self.failures = CallFailures(proposer, leaderboard)
         self.certifier = Certifier(proposer.job)
@@ -349,7 +349,7 @@ class TrialRecorder:
             self.proposer.expect(left)
             self.peers.known.add(record.number)
             if record.role == SEARCH:
-                self.clock.note(record.candidate, outcome, SEARCH)  # such as the start of a script's probe run
+                self.budget.note(record.candidate, outcome, SEARCH)  # such as the start of a script's probe run
             self._replay_outcome(record, outcome, record.number in fixable)
 
     def begin_call(self) -> None:
@@ -363,7 +363,7 @@ class TrialRecorder:
         Returns:
             The seconds as stored, so that the last line of a call and `show` agree.
         """
-        used_seconds = round(self.clock.used_seconds, 1)
+        used_seconds = round(self.budget.used_seconds, 1)
         self.store.update_call(used_seconds, stop_sentence, confidence)
         return used_seconds
 
@@ -401,7 +401,7 @@ class TrialRecorder:
         self.observer.trial_finished(number, candidate, role, outcome)
         self.save_call()
         self.ended_trials += 1
-        self.clock.note(candidate, outcome, role)
+        self.budget.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.failures.take(candidate, outcome)
         return outcome
@@ -412,7 +412,7 @@ class TrialRecorder:
         An OOM with clearly less memory, or a failure that is `fixable` (between calls), excludes nothing.
         """
         if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
-            fixable |= outcome.seconds < TRIAL_SHARE * self.clock.left_seconds
+            fixable |= outcome.seconds < TRIAL_SHARE * self.budget.left_seconds
         if not (fixable or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
@@ -447,7 +447,7 @@ class Verifier:
     def __init__(self, trials: TrialRecorder, executor: Executor, verify_spec: MeasureSpec) -> None:
         self.trials, self.executor, self.verify_spec = trials, executor, verify_spec
         self.store, self.proposer, self.leaderboard = trials.store, trials.proposer, trials.leaderboard
-        self.clock, self.failures, self.peers = trials.clock, trials.failures, trials.peers
+        self.budget, self.failures, self.peers = trials.budget, trials.failures, trials.peers
         self.observer, self.cancelled = trials.observer, trials.cancelled
 
     def run(self) -> tuple[Record | None, bool]:
@@ -473,7 +473,7 @@ class Verifier:
                 continue
             tried += 1
             outcome = self._verification(candidate, VERIFY)
-            if outcome.is_retried_now and self.clock.left_seconds > self.clock.verification_seconds:
+            if outcome.is_retried_now and self.budget.left_seconds > self.budget.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
             why = leaderboard.why_not(candidate)
             if why in ("", NOT_VERIFIED) and not outcome.ok:  # an earlier call may have verified it
@@ -490,15 +490,15 @@ class Verifier:
 
     def _to_verify(self) -> Candidate | None:
         """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
-        if self.cancelled() or self.clock.left_seconds < 1.0 or self.failures.machine_fails:
+        if self.cancelled() or self.budget.left_seconds < 1.0 or self.failures.machine_fails:
             return None
-        if self.leaderboard.passed() and not self.clock.time_for_another:
+        if self.leaderboard.passed() and not self.budget.time_for_another:
             return None
         return self.leaderboard.contender()
 
     def _rival(self) -> Candidate | None:
         """Return a candidate to measure again if two are so close that drift may decide; None if no time is left."""
-        if self.cancelled() or not self.clock.time_for_another:
+        if self.cancelled() or not self.budget.time_for_another:
             return None
         return self.leaderboard.next_to_repeat()
 
@@ -511,13 +511,13 @@ class Verifier:
         known = self.leaderboard.resumed.get(candidate)
         if not self.executor.resumes or (known is not None and known.ok):
             return True
-        if not self.clock.tries_resuming:
+        if not self.budget.tries_resuming:
             self.observer.print_line(
                 "resuming from a checkpoint was not tested: writing and reading one may take "
-                f"{self.clock.checkpoint_seconds / 60:.0f} min of the budget"
+                f"{self.budget.checkpoint_seconds / 60:.0f} min of the budget"
             )
             return True
-        if self.cancelled() or self.clock.left_seconds < self.clock.resume_seconds:
+        if self.cancelled() or self.budget.left_seconds < self.budget.resume_seconds:
             self.observer.print_line("resuming from a checkpoint was not tested: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
@@ -536,8 +536,8 @@ class Verifier:
                 return theirs
         session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
         step_seconds = self.leaderboard.measured[candidate][1].step_seconds
-        limit = self.clock.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
-        left = max(1.0, self.clock.left_seconds)
+        limit = self.budget.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
+        left = max(1.0, self.budget.left_seconds)
         measure_spec = dataclasses.replace(self.verify_spec, share_seconds=VERIFYING_SHARE * left)
         measure_spec = measure_spec if role == VERIFY else RESUME_SPEC
         try:
@@ -557,7 +557,7 @@ class Verifier:
             found = [outcome for record, outcome in news if (record.candidate, record.role) == (candidate, role)]
             if found:
                 return found[-1] if found[-1].kind.is_attributable_to_candidate else None
-            if self.cancelled() or self.clock.left_seconds < 1.0:
+            if self.cancelled() or self.budget.left_seconds < 1.0:
                 return Outcome(
                     OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
                 )
@@ -579,17 +579,17 @@ class References:
     """
 
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
-        self.trials, self.executor, self.clock, self.proposer = trials, executor, trials.clock, trials.proposer
+        self.trials, self.executor, self.budget, self.proposer = trials, executor, trials.budget, trials.proposer
         self._print_line = trials.observer.print_line
         stages = (0, 3) if executor.runs_torch_alone else ()
         self._why_not = {stage: self._why_no_stage(stage) for stage in stages}
         self._stages = [stage for stage, why in self._why_not.items() if not why]
-        self.clock.references = len(self._stages)
+        self.budget.references = len(self._stages)
 
     def _why_no_stage(self, stage: int) -> str:
         if why := why_no_reference(Candidate.of({"zero_stage": stage}), self.proposer.job):
             return why
-        if self.clock.budget_seconds < LEAST_REFERENCE_BUDGET:
+        if self.budget.budget_seconds < LEAST_REFERENCE_BUDGET:
             return f"the budget is shorter than {format_duration(LEAST_REFERENCE_BUDGET)}"
         return ""
 
@@ -606,17 +606,17 @@ class References:
         Returns:
             True if one was stored.
         """
-        self.clock.references, began = 0, self.clock.used_seconds  # the search no longer keeps their time free
+        self.budget.references, began = 0, self.budget.used_seconds  # the search no longer keeps their time free
         if not self.trials.leaderboard.verified_now(winner):
             return False
         self._print_left_out()
         stored = False
         for stage in self._stages:
-            name, spent = reference_name(stage, self.proposer.job), self.clock.used_seconds - began
-            left = min(REFERENCE_SHARE * self.clock.budget_seconds - spent, self.clock.left_seconds)
+            name, spent = reference_name(stage, self.proposer.job), self.budget.used_seconds - began
+            left = min(REFERENCE_SHARE * self.budget.budget_seconds - spent, self.budget.left_seconds)
             if self.trials.cancelled():
                 break
-            if (needed := self.clock.reference_seconds) > left:
+            if (needed := self.budget.reference_seconds) > left:
                 free = format_duration(max(0.0, left))
                 self._print_why_not(
                     name, f"it may take {format_duration(needed)}, and {free} of the budget are left for it"

@@ -75,7 +75,7 @@ class MemoryMonitor:
         self._peaks = MemoryPeaks(used=[0] * len(pids))  # replaced by a reset, so a late sample changes no new peaks
         self._begun = self._done = 0  # numbers of samples
         self._wake, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -26,7 +26,7 @@ def started(seconds: float) -> Outcome:
     return Outcome(OutcomeKind.OK, measurement=measurement(0.1), outside_seconds=seconds, started=True)
 
 
-def clock(
+def make_budget(
     budget: float,
     best: Candidate | None = QUICK,
     parameters: int = 0,
@@ -35,7 +35,7 @@ def clock(
     measure_spec: MeasureSpec = VERIFY_SPEC,
     **measured: Any,
 ) -> Budget:
-    """A clock at zero, of a model with so many parameters."""
+    """A budget of which nothing is used, of a model with so many parameters."""
     executor: Any = SimpleNamespace(now=lambda: 0.0, resumes=True)
     trace = SimpleNamespace(parameters=[parameters], frozen=frozen)
     job = make_job(precision=precision)
@@ -45,7 +45,7 @@ def clock(
 
 
 def test_the_best_s_own_start_is_what_verifying_it_takes() -> None:
-    slow, quick = clock(600, SLOW), clock(600, QUICK)
+    slow, quick = make_budget(600, SLOW), make_budget(600, QUICK)
     for one in (slow, quick):
         one.note(SLOW, started(12.0), SEARCH)
         one.note(QUICK, started(1.0), SEARCH)
@@ -55,7 +55,7 @@ def test_the_best_s_own_start_is_what_verifying_it_takes() -> None:
 
 
 def test_a_rung_of_a_living_engine_says_nothing_of_a_start() -> None:
-    one = clock(600)
+    one = make_budget(600)
     one.note(QUICK, started(8.0), SEARCH)
     before = one.verification_seconds
     one.note(make_candidate(0, 8), Outcome(OutcomeKind.OK, measurement=measurement(0.1), outside_seconds=0.2), SEARCH)
@@ -63,7 +63,7 @@ def test_a_rung_of_a_living_engine_says_nothing_of_a_start() -> None:
 
 
 def test_what_verification_took_is_expected_of_the_next() -> None:
-    one = clock(600)
+    one = make_budget(600)
     one.note(QUICK, started(5.0), SEARCH)
     before = one.verification_seconds, one.resume_seconds
     one.note(QUICK, Outcome(OutcomeKind.OK, measurement=measurement(0.1), seconds=1.0), VERIFY)
@@ -74,13 +74,13 @@ def test_what_verification_took_is_expected_of_the_next() -> None:
 
 
 def test_whole_steps_warm_up_where_shortened_ones_did() -> None:
-    assert clock(600, extrapolated=True).verification_seconds == pytest.approx(
-        clock(600).verification_seconds + 1.2 * 3 * 0.1
+    assert make_budget(600, extrapolated=True).verification_seconds == pytest.approx(
+        make_budget(600).verification_seconds + 1.2 * 3 * 0.1
     )
 
 
 def test_time_for_going_on_from_a_checkpoint_is_kept_whole_or_not_at_all() -> None:
-    long, short = clock(600), clock(30)
+    long, short = make_budget(600), make_budget(30)
     for one in (long, short):
         one.note(QUICK, started(5.0), SEARCH)
     assert long.reserve_seconds == pytest.approx(long.verification_seconds + long.resume_seconds)
@@ -91,14 +91,14 @@ def test_time_for_going_on_from_a_checkpoint_is_kept_whole_or_not_at_all() -> No
 @pytest.mark.parametrize(("budget", "reserve"), [(600, 10.1), (15, 4.9), (5, 0.0)])
 def test_first_candidate_of_a_script_gets_as_much_as_a_verification_takes(budget: float, reserve: float) -> None:
     """A verification of the script's own config is expected to take 10.1 s."""
-    one = clock(budget)
+    one = make_budget(budget)
     one.note(QUICK, started(5.0), SEARCH)
     one._due = lambda: 0
     assert one.reserve_seconds == pytest.approx(reserve)
 
 
 def test_another_is_verified_where_what_is_left_is_of_no_other_use() -> None:
-    one = clock(30)
+    one = make_budget(30)
     one.note(QUICK, started(5.0), SEARCH)
     need = one.verification_seconds
     for left, expected in ((need - 0.1, False), (need + 0.1, True), (need + one.resume_seconds + 0.1, True)):
@@ -110,15 +110,17 @@ def test_another_is_verified_where_what_is_left_is_of_no_other_use() -> None:
 def test_verifying_a_large_model_is_left_the_time_of_gathering_it() -> None:
     """70 billion parameters in 16 bits are 140 GB, which one process gathers, copies and writes."""
     large = 70_000_000_000
-    tiny = clock(600).verification_seconds
-    assert clock(600, parameters=2_000_000).verification_seconds == tiny, "in what is kept for any"
-    assert clock(3600, parameters=large).verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 140)
-    assert clock(3600, parameters=large, precision="fp32").verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 280)
-    assert clock(3600, parameters=large // 2, frozen=large // 2).verification_seconds == pytest.approx(
+    tiny = make_budget(600).verification_seconds
+    assert make_budget(600, parameters=2_000_000).verification_seconds == tiny, "in what is kept for any"
+    assert make_budget(3600, parameters=large).verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 140)
+    assert make_budget(3600, parameters=large, precision="fp32").verification_seconds == pytest.approx(
+        tiny - 0.5 + 1.2 * 280
+    )
+    assert make_budget(3600, parameters=large // 2, frozen=large // 2).verification_seconds == pytest.approx(
         tiny - 0.5 + 1.2 * 140
     )
-    without_checkpoint = clock(3600, parameters=large)
+    without_checkpoint = make_budget(3600, parameters=large)
     assert not without_checkpoint.tries_resuming
     assert without_checkpoint.reserve_seconds == without_checkpoint.verification_seconds
     quick = MeasureSpec(full=True, min_steps=5, min_seconds=3.0)
-    assert clock(3600, parameters=large, measure_spec=quick).verification_seconds == tiny, "which saves nothing"
+    assert make_budget(3600, parameters=large, measure_spec=quick).verification_seconds == tiny, "which saves nothing"

@@ -31,7 +31,7 @@ from autotune.search.heartbeat import Tuners, host_of, lives_here, name_of_this
 from autotune.search.proposer import Proposer
 from autotune.search.storage import lock_log_dir
 from autotune.search.study import StudyStore
-from autotune.search.trials import LET_GO, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, outcomes_kept_in_folder
+from autotune.search.trials import ABANDONED, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, outcomes_kept_in_folder
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job, wait_until
@@ -112,7 +112,7 @@ def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path, mo
         (record,), running = mine.news([])
         assert not running
         assert record.outcome is not None
-        assert record.outcome == LET_GO, "it may live"
+        assert record.outcome == ABANDONED, "it may live"
         again = mine.claim(make_candidate(0), SPACE, SEARCH, known=[number])
         assert again is not None, "it is tried again"
         mine.finish(again, OK)
@@ -151,7 +151,7 @@ def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, sha
                 (OutcomeKind.OOM_HOST, Source.DEATH),
             ]
         else:
-            assert outcomes == [LET_GO, LET_GO]
+            assert outcomes == [ABANDONED, ABANDONED]
     finally:
         mine.leave()
         theirs.leave()

@@ -195,4 +195,4 @@ def test_a_training_is_looked_at_only_when_it_fails(machine: Machine) -> None:
     machine.hold(card0={group._rank_pids[0]: 5 * 1024})
     peaks = group.peaks()
     assert peaks.used == [5 * GIB, 0]
-    assert not any(thread.name == "gauge" for thread in set(threading.enumerate()) - before)
+    assert not any(thread.name == "memory monitor" for thread in set(threading.enumerate()) - before)
