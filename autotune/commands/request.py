@@ -331,11 +331,11 @@ class Request:
     exhaustive: bool = _option(False, "Use the whole budget.", Panel.SEARCH, "run")
     executor: str = _option(
         "local",
-        "local, slurm, ray, or replay:TABLE to search a recorded table.",
+        "local: this machine or --hostfile; slurm, ray: nodes of the scheduler; replay:TABLE: a recorded table.",
         Panel.NODES,
         "run launch",
         metavar="NAME",
-        launch=Variant("local, slurm or ray."),
+        launch=Variant("local: this machine or --hostfile; slurm, ray: nodes of the scheduler."),
     )
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
     no_gallery: bool = _option(False, "Do not start from the results of the gallery.", Panel.SEARCH, "run")
