@@ -252,9 +252,7 @@ def masked_values(text: str) -> str:
         return text
     if _pattern is None:
         longest_first = sorted(_learnt, key=len, reverse=True)
-        _pattern = re.compile(
-            "|".join(_alone(value) if value.isalnum() else re.escape(value) for value in longest_first)
-        )
+        _pattern = re.compile("|".join(map(_alone, longest_first)))
     return _pattern.sub(MASK, text)
 
 

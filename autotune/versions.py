@@ -64,29 +64,21 @@ def release(version: str | None) -> tuple[int, ...]:
 
 def complaint(found: Versions) -> str:
     """Return one line about packages that are too old, with the accepted versions; empty if there are none."""
-    old = [name for name in RANGES if _is_too_old(name, found.get(name))]
-    said = [f"{name} {found[name]} (expected {dotted(RANGES[name][0])} or newer)" for name in old]
+    said = [
+        f"{name} {found[name]} (expected {dotted(oldest)} or newer)"
+        for name, (oldest, _) in RANGES.items()
+        if (numbers := release(found.get(name))) and numbers[: len(oldest)] < oldest
+    ]
     return f"too old: {', '.join(said)}" if said else ""
 
 
 def newer(found: Versions) -> list[str]:
     """Return a line for each package that is newer than the newest tested version."""
     return [
-        f"{name} {version} is newer than {dotted(RANGES[name][1])}, the newest that was tried"
+        f"{name} {version} is newer than {dotted(newest)}, the newest that was tried"
         for name, version in found.items()
-        if name in RANGES and _is_newer(name, version)
+        if name in RANGES and release(version)[: len(newest := RANGES[name][1])] > newest
     ]
-
-
-def _is_too_old(name: str, version: str | None) -> bool:
-    oldest = RANGES[name][0]
-    numbers = release(version)
-    return bool(numbers) and numbers[: len(oldest)] < oldest
-
-
-def _is_newer(name: str, version: str | None) -> bool:
-    newest = RANGES[name][1]
-    return release(version)[: len(newest)] > newest
 
 
 def dotted(numbers: tuple[int, ...]) -> str:

@@ -46,7 +46,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it: every proc
 # stale, and from then on each builds it anew whenever the other has.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
-from autotune.commands.script_probe import Probe, probe
+from autotune.commands.script_probe import Probe, StartupDeadline, probe
 from autotune.executors import local, machine
 from autotune.executors.base import MeasureSpec
 from autotune.executors.local import Deadlines, LocalExecutor, LocalSession
@@ -482,7 +482,9 @@ class Scripts:
         folder = self.executor.folder = Path(script.cwd) / "runs" / "study"
         folder.mkdir(parents=True, exist_ok=True)
         self.executor.job = unknown_job(script, self.hardware)
-        return probe(self.executor, script, folder, seconds, lambda text: None)
+        budget = StartupDeadline(seconds)
+        budget.begin(self.executor, self.executor.now() - self.executor.ops.all_build_seconds)
+        return probe(self.executor, script, folder, budget, lambda text: None)
 
     def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
         """In the folder of the probe before it."""

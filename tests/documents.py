@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from autotune.cli.app import app
-from autotune.problem.hardware import named_gpu
+from autotune.problem.gpu_specs import named_gpu
 from autotune.problem.job import parse_lora
 from autotune.problem.models import shipped_models
 from autotune.problem.space import shipped_spaces

@@ -7,10 +7,10 @@ Cases 01, 05, 06 and 22 are also in `test_certificates.py`. A list of stages in 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe
 from autotune.commands.setup import Setup
 from autotune.predict.trace import traced_predictor
@@ -42,12 +42,22 @@ def case(name: str, *arguments: str) -> list[str]:
 def setup_of(probed: Probe, scripts: Scripts, folder: Path) -> Setup:
     """Return the setup of a run after the probe, with all four stages in its space."""
     job = job_of(probed.script, scripts.hardware, None)
-    space = load_space("default")
-    of: dict[str, Any] = {"name": "s", "folder": folder, "storage": None, "out": None, "found_no_gpu": False}
-    budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0, "exhaustive": False}
-    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "replay_table": None}
-    what: dict[str, Any] = {"job": job, "hardware": scripts.hardware, "space": space, "candidates": (), "notes": ()}
-    return after_probe(Setup(**what, **of, **budget, **how, global_batch_size=None, free_batch=False), probed)
+    setup = Setup(
+        request=Request(),
+        job=job,
+        hardware=scripts.hardware,
+        space=load_space("default"),
+        candidates=(),
+        notes=(),
+        replay_table=None,
+        name="s",
+        folder=folder,
+        storage=None,
+        global_batch_size=None,
+        budget_seconds=60.0,
+        tolerance=0.0,
+    )
+    return after_probe(setup, probed)
 
 
 @pytest.mark.slow

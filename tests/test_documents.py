@@ -321,10 +321,10 @@ def test_the_example_of_a_guide_works(name: str, at_work: Path) -> None:
     request = Request(**{key: value for key, value in parsed(words).items() if value is not None})
     if words[0] == "launch":
         setup = launch_setup(dataclasses.replace(request, study=request.script[0], script=request.script[1:]))
-        assert StudyStore.load(str(setup.study)).winner
+        assert StudyStore.load(str(setup.request.study)).winner
         assert setup.script.path
         return
-    with named_nodes(request, print, request.budget) as nodes:
+    with named_nodes(request, print) as nodes:
         if nodes is not None:
             assert request.hostfile is not None
             return

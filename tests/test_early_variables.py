@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.errors import UserError
 from autotune.problem.job import Script
 from autotune.problem.knobs import RequirementInputs, own_allocator
@@ -46,7 +46,7 @@ def said(scripts: Scripts, name: str, folder: Path) -> list[str]:
     scripts.executor.folder = folder / "runs" / name
     scripts.executor.folder.mkdir(parents=True)
     scripts.executor.job = unknown_job(script, scripts.hardware)
-    probe(scripts.executor, script, scripts.executor.folder, 300.0, lines.append)
+    probe(scripts.executor, script, scripts.executor.folder, StartupDeadline(300.0), lines.append)
     return lines
 
 

@@ -23,7 +23,7 @@ from autotune.commands.trust import grant, named_by, remembered, remembered_pyth
 from autotune.errors import UserError
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import OutcomeKind
-from autotune.recovery.ladder import stored_ladder
+from autotune.recovery.ladder import ladder_path, stored_ladder
 from autotune.script.recorded import knob_names
 from autotune.search.study import StudyStore
 from tests.cli_call import call
@@ -165,13 +165,32 @@ def test_a_hostile_entry_and_space_are_refused_in_one_line(trap: Trap) -> None:
     (trap.folder / "space.yaml").write_text(space(trap.marks))
     for words in (
         ("gallery", "check", "entry.json"),
-        ("spaces", "check", "space.yaml"),
+        ("spaces", "validate", "space.yaml"),
         ("spaces", "show", "space.yaml"),
     ):
         done = trap.call(*words)
         assert (done.returncode, trap.executed, trap.started()) == (2, [], []), words
         assert controls(done.stdout + done.stderr) == []
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("aliases", ["lists", "merged", "itself"])
+def test_a_small_file_that_expands_to_a_large_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], aliases: str
+) -> None:
+    """Ten aliases of ten aliases, and so on, are as many values as no memory holds."""
+    one, many = {"lists": ("[1, 2]", "[{}]"), "merged": ("{a: 1}", "{{<<: [{}]}}"), "itself": ("[*l0]", "[{}]")}[
+        aliases
+    ]
+    rows = [f"l0: &l0 {one}", *(f"l{n}: &l{n} {many.format(', '.join([f'*l{n - 1}'] * 9))}" for n in range(1, 12))]
+    (tmp_path / "bomb.yaml").write_text("knobs:\n  zero_stage: [0]\n" + "\n".join(rows))
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    for words in (("spaces", "validate", "bomb.yaml"), ("run", "bomb.yaml")):
+        code, _, err = call(monkeypatch, capsys, *words)
+        assert (code, len(err.strip().splitlines())) == (2, 1), err
+        assert "expand to more than" in err
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
@@ -246,6 +265,52 @@ def test_a_planted_journal_deletes_no_file_of_the_reader(tmp_path: Path) -> None
     with closing(sqlite3.connect(base)) as connection:  # that the trap snaps
         connection.execute("select count(*) from sqlite_master").fetchone()
     assert not mine.exists()
+
+
+ODD_FILES = {
+    "process memory": lambda path: path.symlink_to("/proc/self/mem"),
+    "kernel text": lambda path: path.symlink_to("/proc/self/environ"),
+    "endless device": lambda path: path.symlink_to("/dev/zero"),
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "sparse file": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_a_study_that_is_no_file_of_a_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK,))
+    database = tmp_path / "runs/s/study.db"
+    database.unlink()
+    ODD_FILES[kind](database)
+    for words in (("show", "s"), ("show", "s", "--storage", f"journal:{database}")):
+        code, _, err = call(monkeypatch, capsys, *words)
+        assert (code, len(err.strip().splitlines())) == (2, 1), err
+        assert "make room" not in err
+        assert "study.db" in err
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_an_odd_file_in_the_place_of_a_ladder_is_none(tmp_path: Path, kind: str) -> None:
+    ODD_FILES[kind](ladder_path(tmp_path, "s"))
+    began = time.monotonic()
+    assert stored_ladder(tmp_path, "s") == []
+    assert time.monotonic() - began < 30, "the writer of a pipe is not waited for"
+
+
+def test_a_link_beside_a_database_is_named(tmp_path: Path) -> None:
+    trap, mine = lay(tmp_path), tmp_path / "thesis"
+    mine.write_text("mine")
+    with closing(sqlite3.connect(trap.study / "study.db")) as connection:
+        connection.execute("pragma journal_mode = wal")
+    for end in ("-wal", "-shm"):
+        Path(f"{trap.study}/study.db{end}").symlink_to(mine)
+    done = trap.call("show", "s")
+    assert (done.returncode, mine.read_text(), len(done.stderr.strip().splitlines())) == (2, "mine", 1)
+    assert "study.db-wal is a link" in done.stderr
 
 
 def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, tmp_path: Path) -> None:

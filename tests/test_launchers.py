@@ -227,4 +227,4 @@ def test_bad_input_is_one_line(
 
 def test_a_launch_of_other_ranks_than_the_study(folder: Path) -> None:
     setup = launch_setup(Request(study="s", script=["torchrun", "--nproc-per-node", "4", "train.py"]))
-    assert (setup.ranks, setup.ranks_source) == (4, "torchrun --nproc-per-node 4")
+    assert (setup.typed.ranks, setup.typed.ranks_source) == (4, "torchrun --nproc-per-node 4")

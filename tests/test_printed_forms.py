@@ -14,7 +14,7 @@ import pytest
 from autotune.problem.training_trace import TrainingTrace
 from autotune.recovery import supervisor
 from autotune.results.console import train_with
-from autotune.results.export import deepspeed_config, training_arguments
+from autotune.results.export import training_arguments
 from autotune.script.profile import job_of
 from autotune.search.certificate import Verdict, compare
 from autotune.search.study import StudyStore
@@ -118,7 +118,7 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
     assert outcome.ok, outcome
     assert outcome.trace is not None
     job = job_of(found.script, scripts.hardware, None)
-    (tmp_path / "best.json").write_text(json.dumps(deepspeed_config(WINNER, job)))
+    (tmp_path / "best.json").write_text(json.dumps(WINNER.ds_config(job)))
     (tmp_path / "best.training_arguments.json").write_text(json.dumps(training_arguments(WINNER, job, "cpu")))
     told = train_with(WINNER, job, "s", tmp_path / "best.json", 1)
     follow(tmp_path, name)

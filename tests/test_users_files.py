@@ -5,7 +5,7 @@ import os
 import textwrap
 from pathlib import Path
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.problem.job import Script
 from autotune.script.profile import unknown_job
 from autotune.script.source_digests import SOURCES
@@ -62,7 +62,7 @@ def test_nothing_of_the_users_changes(scripts: Scripts, tmp_path: Path) -> None:
     executor.folder = study = cwd / "runs" / "study"
     study.mkdir()
     executor.job = unknown_job(script, scripts.hardware)
-    found = probe(executor, script, study, 300.0, said.append)
+    found = probe(executor, script, study, StartupDeadline(300.0), said.append)
     assert "../lib_of_theirs.py" in [os.path.relpath(path, cwd) for path in found.script.profile[SOURCES]]
     outcome = scripts.measure(found, make_candidate(1, 4, 1))
     assert outcome.ok, outcome

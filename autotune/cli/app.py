@@ -33,7 +33,7 @@ from autotune.cli.study_commands import diff, export, gallery_app, record, repor
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import DisplayedError, ExitCode, ScriptFails
 from autotune.masking import learn_environment
-from autotune.util.streams import is_watched, lasting_streams
+from autotune.util.streams import lasting_streams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,35 +72,26 @@ def run(request: Request) -> None:
 
 def _in_one_job(request: Request) -> None:
     """Outside of a Slurm allocation, run this command in one and exit with its code."""
-    from autotune.commands.slurm_submit import is_outside_allocation, options_of, submit, words_without_password
+    from autotune.commands.slurm_submit import options_of, submit, words_without_password
+    from autotune.executors.cluster.transports import in_allocation
 
-    if is_outside_allocation():
-        words, _ = words_without_password(sys.argv[1:])
-        if request.storage:
-            os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
-        options = options_of(
-            nodes=request.nodes,
-            gpus=request.gpus,
-            device=request.device,
-            partition=request.partition,
-            account=request.account,
-            time=request.time,
-            more=request.slurm,
-        )
-        needs = [STORAGE_VARIABLE] if request.storage else []
-        raise typer.Exit(submit(words, options, request.runs / "slurm", print_line, needs=needs))
+    if in_allocation():
+        return
+    if request.storage:
+        os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
+    words = words_without_password(sys.argv[1:])
+    needs = [STORAGE_VARIABLE] if request.storage else []
+    raise typer.Exit(submit(words, options_of(request), request.runs / "slurm", print_line, needs=needs))
 
 
 def _tune(request: Request, shown: Console) -> None:
     from autotune.commands.run import run_study
 
     as_json = request.as_json
-    confirm = (
-        None
-        if request.yes or as_json or not is_watched(sys.stdin)
-        else (lambda text: typer.confirm(text, default=True))
+    confirm = question_asker(request.yes or as_json, default=True)
+    summary = run_study(
+        request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json, err=True)
     )
-    summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json))
     if as_json:
         emit(summary.to_json())
     else:
@@ -123,20 +114,20 @@ def plan(request: Request) -> None:
     begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out
-    from autotune.results.plan import show_comparison, show_plan
+    from autotune.results.plan import comparison_table, show_plan
 
     if request.html is not None:
         check_out(request.html)
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
     found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], line_printer(request.quiet))
     if request.html is not None:
-        from autotune.commands.study_output import write_plan
+        from autotune.results.report.html import plan_page, write_page
 
-        write_plan(found, request.html)
+        write_page(plan_page(found), request.html)
     if request.as_json:
         emit([one.to_json() for one in found] if request.compare else found[0].to_json())
     elif request.compare:
-        show_comparison(found, console())
+        comparison_table(found).show(console(), folded="config")
     else:
         show_plan(found[0], console())
     if not any(one.best for one in found):
@@ -163,7 +154,7 @@ def launch(request: Request) -> None:
 
     if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, line_printer(request.quiet), ask=question_asker(request.as_json))
+    summary = launch_training(request, line_printer(request.quiet), ask=question_asker(request.as_json, err=True))
     if request.as_json:
         emit(summary.to_json())
     else:

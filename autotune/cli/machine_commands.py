@@ -36,7 +36,7 @@ def doctor(
     from autotune.results.console import make_observer
 
     findings: list[Finding] = []
-    ranks = ranks_python(python, print_line, judge=False)
+    ranks = ranks_python(python, print_line)
     with make_observer(shown, quiet=as_json) as view:
         for finding in examine(nvme_path, view.doing, ranks):
             findings.append(finding)

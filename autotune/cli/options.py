@@ -22,7 +22,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
 from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
-from autotune.util.streams import LOG, logging_to
+from autotune.util.streams import LOG, is_watched, logging_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,11 +68,11 @@ def begin(text: str, as_json: bool) -> Console:
     return shown
 
 
-def question_asker(as_json: bool = False) -> Callable[[str], bool] | None:
-    """Return a function that asks the reader, with the default answer no; None without a terminal."""
-    from autotune.util.streams import is_watched
-
-    return None if as_json or not is_watched(sys.stdin) else lambda text: typer.confirm(text, err=True)
+def question_asker(silent: bool, *, default: bool = False, err: bool = False) -> Callable[[str], bool] | None:
+    """Return a function that asks the reader; None if silent or without a terminal."""
+    if silent or not is_watched(sys.stdin):
+        return None
+    return lambda text: typer.confirm(text, default=default, err=err)
 
 
 def emit(data: Any) -> None:
@@ -230,6 +230,11 @@ def option(help: str, *names: str, metavar: str = "") -> Any:
     return typer.Option(*names, help=help, metavar=metavar)
 
 
+def study_argument(help: str) -> Any:
+    """Declare an argument that names a study."""
+    return typer.Argument(metavar="STUDY", help=help, autocompletion=completer("studies"))
+
+
 def shared(name: str) -> Any:
     """Declare an option that is a field of Request, for a command without panels."""
     return _declared(next(one for one in parameters("run") if one.name == name), None)
@@ -332,6 +337,4 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
 Json = Annotated[bool, shared("as_json")]
 Storage = Annotated[str | None, shared("storage")]
 Python = Annotated[str | None, shared("python")]
-StudyArgument = Annotated[
-    str, typer.Argument(metavar="STUDY", help="Name of the study, or its folder.", autocompletion=completer("studies"))
-]
+StudyArgument = Annotated[str, study_argument("Name of the study, or its folder.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -20,13 +21,12 @@ from autotune.cli.options import (
     examples,
     load_numpy,
     option,
+    study_argument,
 )
 from autotune.errors import readable
 from autotune.util.units import counted
 
 # -- commands for a study ----------------------------------------------------------------------------------------------
-#
-# `autotune show`, `diff`, `report`, `export` and `record`: commands that read a study.
 
 
 @readable("the study")
@@ -58,18 +58,8 @@ def show(
 
 @readable("the studies")
 def diff(
-    first: Annotated[
-        str,
-        typer.Argument(
-            metavar="STUDY",
-            help="Name or folder of a study, usually the earlier one.",
-            autocompletion=completer("studies"),
-        ),
-    ],
-    second: Annotated[
-        str,
-        typer.Argument(metavar="STUDY", help="Name or folder of another study.", autocompletion=completer("studies")),
-    ],
+    first: Annotated[str, study_argument("Name or folder of a study, usually the earlier one.")],
+    second: Annotated[str, study_argument("Name or folder of another study.")],
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -97,14 +87,14 @@ def report(
 ) -> None:
     """Write a study as one HTML page that works offline: winner, memory, trials and how to reproduce it."""
     load_numpy()
-    from autotune.commands.study_output import open_in_browser, report_study
+    from autotune.commands.study_output import report_study
 
     written = report_study(study, storage, out)
     if as_json:
         emit({"files": [str(written)]})
     else:
         print(f"wrote {written}")
-    if show_it and not open_in_browser(written):
+    if show_it and not webbrowser.open(written.resolve().as_uri()):
         print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
 
 
@@ -157,8 +147,6 @@ def record(
 
 
 # -- commands for the gallery ------------------------------------------------------------------------------------------
-#
-# `autotune share` and `autotune gallery`: writing a study as a public entry, and reading entries of other users.
 
 gallery_app = typer.Typer(cls=Group, help="List and check results of other users.")
 
@@ -217,9 +205,9 @@ def gallery_check(
     as_json: Json = False,
 ) -> None:
     """Check the format and the plausibility of entries, as the tests of the gallery do."""
-    from autotune.commands.study_output import check_entries
+    from autotune.gallery.warm_start import checked
 
-    found = check_entries(files)
+    found = {path: len(checked(path).candidates) for path in files}
     if as_json:
         emit({str(path): count for path, count in found.items()})
         return
@@ -228,8 +216,6 @@ def gallery_check(
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------
-#
-# `autotune spaces`: listing, showing and validating search spaces.
 
 spaces_app = typer.Typer(cls=Group, help="List, show and validate search spaces.")
 SpaceArgument = Annotated[

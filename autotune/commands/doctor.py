@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune._version import install_command
-from autotune.commands.environment import check_versions, versions_of
+from autotune.commands.environment import check_versions
 from autotune.errors import UNPROTECTED, UserError
 from autotune.executors.machine import protection_of
 from autotune.problem.faults import known_faults
-from autotune.problem.hardware import facts_for, usable_cpus
+from autotune.problem.gpu_specs import facts_for
+from autotune.problem.hardware import usable_cpus
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
 from autotune.problem.nvml import (
     ARCHITECTURES,
@@ -40,7 +41,7 @@ from autotune.rank.sandbox import Protection
 from autotune.util.file_systems import file_system_of
 from autotune.util.interpreter import APART, OWN, Interpreter
 from autotune.util.units import GIB, MIB, format_bytes
-from autotune.versions import Versions, complaint, dotted, newer, release
+from autotune.versions import complaint, dotted, newer, release
 from autotune.workers.gpu_locks import lock_holder
 from autotune.workers.launchers import MARK, trial_environment
 from autotune.workers.process_tree import end_processes_with_variable
@@ -80,7 +81,7 @@ def examine(nvme_path: Path | None, doing: Callable[[str], None], interpreter: I
     yield from _libraries(doing, interpreter)
 
 
-def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
+def _gpus(interpreter: Interpreter) -> Iterator[Finding]:
     lib = open_nvml()
     if lib is None:
         yield _no_driver(interpreter)
@@ -167,17 +168,12 @@ def _memory() -> Iterator[Finding]:
         yield Finding("warn", "shared memory", "no /dev/shm", "NCCL and data loaders fail", "mount a tmpfs there")
         return
     found = f"{format_bytes(shared.free)} free in /dev/shm"
+    fix = "docker run --shm-size=8g (or --ipc=host)"
     if shared.free < _LEAST_SHM_BYTES:
-        yield Finding(
-            "bad",
-            "shared memory",
-            found,
-            "ranks die by SIGBUS or NCCL fails",
-            "docker run --shm-size=8g (or --ipc=host)",
-        )
+        yield Finding("bad", "shared memory", found, "ranks die by SIGBUS or NCCL fails", fix)
     elif shared.free < _SPARE_SHM_BYTES:
         cost = "NCCL among many GPUs, or many workers of a data loader, may fail"
-        yield Finding("warn", "shared memory", found, cost, "docker run --shm-size=8g (or --ipc=host)")
+        yield Finding("warn", "shared memory", found, cost, fix)
     else:
         yield Finding("good", "shared memory", found)
 
@@ -304,7 +300,7 @@ def _python(ranks: Interpreter) -> Iterator[Finding]:
     if ranks.is_other:
         found += f", apart from autotune's own ({OWN.path})"
     try:
-        check_versions(versions_of(ranks))
+        check_versions(ranks)
     except UserError as error:
         yield Finding("bad", "Python", found, str(error), "--python PATH of an environment that has those")
     else:
@@ -371,35 +367,15 @@ def _examination(
     return facts, None if hung.is_set() else last
 
 
-def judge_versions(found: Versions, said: str) -> Finding:
-    """Check that these versions are supported."""
-    if too_old := complaint(found):
-        return Finding(
-            "bad", "libraries", said, too_old, "upgrade them with pip install -U, or use another environment"
-        )
-    if unknown := newer(found):
-        return Finding(
-            "warn",
-            "libraries",
-            said,
-            f"{'; '.join(unknown)}: predictions are less certain",
-            "look for a newer autotune",
-        )
-    return Finding("good", "libraries", said)
-
-
 def known_fault_findings(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
     """Yield the known faults of a DeepSpeed; `autotune run` leaves them out if it can see their conditions."""
     for fault in known_faults(deepspeed):
-        newer_one = f", or install deepspeed above {fault.until}" if fault.until else ""
-        cost, fix = f"{fault.effect} ({fault.known}: {fault.source})", f"avoid this setting{newer_one}"
-        yield Finding(
-            "good" if fault.harmless else "warn",
-            f"fault of deepspeed {dotted(deepspeed)}",
-            fault.setting,
-            cost,
-            "nothing: harmless in the long run" if fault.harmless else fix,
-        )
+        what, cost = f"fault of deepspeed {dotted(deepspeed)}", f"{fault.effect} ({fault.known}: {fault.source})"
+        if fault.harmless:
+            yield Finding("good", what, fault.setting, cost, "nothing: harmless in the long run")
+        else:
+            newer_one = f", or install deepspeed above {fault.until}" if fault.until else ""
+            yield Finding("warn", what, fault.setting, cost, f"avoid this setting{newer_one}")
 
 
 def judge_toolkit(facts: dict[str, Any]) -> Finding:
@@ -448,22 +424,26 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         yield Finding("bad", "torch", f"{torch['version']}, {build}, {seen}", "no GPU can be tuned", fix)
     else:
         yield Finding("good", "torch", f"{torch['version']}" + (f", CUDA {torch['cuda']}" if torch["cuda"] else ""))
+    cuda_is_complete = True
     if device == "cuda":
-        nccl = torch["nccl"]
-        if nccl:
+        if nccl := torch["nccl"]:
             yield Finding("good", "NCCL", ".".join(map(str, nccl)))
         else:
             yield Finding("bad", "NCCL", "missing", "no training on GPUs", "install torch's CUDA build")
         toolkit = judge_toolkit(facts)
         yield toolkit
         cuda_is_complete = toolkit.level == "good"
-    else:
-        cuda_is_complete = True
     if "versions" in facts:
         versions = facts["versions"]
-        yield judge_versions(
-            {**versions, "torch": torch["version"]}, ", ".join(f"{k} {v}" for k, v in versions.items())
-        )
+        found, tried = ", ".join(f"{k} {v}" for k, v in versions.items()), {**versions, "torch": torch["version"]}
+        if too_old := complaint(tried):
+            fix = "upgrade them with pip install -U, or use another environment"
+            yield Finding("bad", "libraries", found, too_old, fix)
+        elif unknown := newer(tried):
+            cost = f"{'; '.join(unknown)}: predictions are less certain"
+            yield Finding("warn", "libraries", found, cost, "look for a newer autotune")
+        else:
+            yield Finding("good", "libraries", found)
         yield from known_fault_findings(release(versions["deepspeed"]))
     else:
         yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)
@@ -481,6 +461,5 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
                 fix = "see CUDA toolkit above"
             else:
                 fix = "pip install ninja, and install a C++ compiler"
-            yield Finding(
-                "warn", name, f"cannot be built: {errors.get(op, 'unknown')}", cost, f"{fix}, then call doctor again"
-            )
+            found = f"cannot be built: {errors.get(op, 'unknown')}"
+            yield Finding("warn", name, found, cost, f"{fix}, then call doctor again")

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -40,8 +40,6 @@ from autotune.util.units import parse_duration
 from autotune.versions import complaint
 
 # -- Python of the ranks -----------------------------------------------------------------------------------------------
-#
-# Python in which ranks run: the typed one, the one of a study's measurements, or the active environment's.
 
 OPTION, VARIABLE = "--python", "AUTOTUNE_PYTHON"
 ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set on activation of an environment
@@ -56,59 +54,50 @@ def ranks_python(
     needed: Sequence[str] = (),
     named: Sequence[str] | None = None,
     remembered: str | None = None,
-    judge: bool = True,
 ) -> Interpreter:
     """Select the ranks' Python.
 
     Args:
         typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
         print_line: receives a line about the chosen Python if the user has not named it.
-        needed: packages that are required.
+        needed: packages that are required; without any, neither packages nor versions are checked.
         named: packages that are required if the user has named a Python; None: `needed`.
         remembered: the Python of a study's measurements, if that was not the tuner's own.
-        judge: False leaves the checks of packages and versions to the caller, as `autotune doctor` does.
 
     Raises:
         UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
     found, named_by = _found(typed, print_line, remembered)
-    if named_by and named is not None and not needed and not _was_named(typed):
+    if named_by and named is not None and names_python(typed):
+        needed = named
+    elif named_by and named is not None:
         try:  # an unnamed active environment is optional: it is skipped if it does not suffice
             _check_packages(found, named, named_by)
-            check_versions(versions_of(found))
+            check_versions(found)
         except UserError as error:
             print_line(f"{error}: it is not used")
-            found, named_by = OWN, ""
-    elif named_by and named is not None:
-        needed = named
-    if judge and needed:
+            return OWN
+    if needed:
         _check_packages(found, needed, named_by)
         try:
-            check_versions(versions_of(found))
+            check_versions(found)
         except UserError as error:
             raise UserError(f"{named_by or found.path}: {error}") from None
     return found
 
 
-def _was_named(typed: str | None) -> bool:
+def names_python(typed: str | None) -> bool:
+    """Check that `--python` or AUTOTUNE_PYTHON names a Python."""
     return typed is not None or bool(os.environ.get(VARIABLE, "").strip())
 
 
-def versions_of(interpreter: Interpreter) -> dict[str, str]:
-    """Return the version of each relevant package that is installed."""
-    return {package: version for package in inquiry.PACKAGES if (version := interpreter.version(package))}
-
-
-def check_versions(found: Mapping[str, str]) -> None:
-    """Check that versions are supported.
-
-    Args:
-        found: version by package, without missing packages.
+def check_versions(interpreter: Interpreter) -> None:
+    """Check that the versions of an interpreter's packages are supported.
 
     Raises:
         UserError: a version is not supported; the message names all such versions, and the expected ones.
     """
-    if why := complaint(found):
+    if why := complaint({package: interpreter.version(package) for package in inquiry.PACKAGES}):
         raise UserError(f"{why}: use another version there, or another environment")
 
 
@@ -161,8 +150,6 @@ def _check_packages(found: Interpreter, needed: Sequence[str], named_by: str) ->
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
-#
-# Nodes that the user has named, in a hostfile or by a scheduler: reached, and checked to be alike.
 
 # arguments: number of nodes, devices on each, and kind of device
 Placing = Callable[[int | None, int | None, str], Sequence[Host]]
@@ -175,34 +162,28 @@ class Nodes:
 
     Args:
         place: returns the hosts to use, given a number of nodes, of devices on each (None: all), and a device.
-        count: number of nodes to use; None: `place` decides.
     """
 
     place: Placing
     transport: Transport
     folder: Path
     print_line: Callable[[str], None]
-    count: int | None = None
-    interface: str | None = None
-    variables: tuple[str, ...] = ()
-    sync: bool = False
-    lasting: bool = False  # see `NodeRequirements`
-    interpreter: Interpreter = OWN  # of the ranks
+    request: Request
+    lasting: bool  # see `NodeRequirements`
+    interpreter: Interpreter  # of the ranks
+    variables: tuple[str, ...] = ()  # set by a typed command
     folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
     cluster: Cluster | None = None
 
-    def also_send(self, variables: Iterable[str]) -> None:
-        """Send the nodes these variables of this process, too, since a typed command sets them."""
-        self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
-
-    def also_sync(self, script: Script) -> None:
-        """Send the folder of a script's file, too, if it is outside of the folder of the call.
+    def also_send(self, variables: Iterable[str], script: Script) -> None:
+        """Send the variables of this process that a typed command sets, and the script's folder if it is outside of the call's.
 
         Raises:
-            UserError: its name is a path that only works from this folder.
+            UserError: the script's name is a path that only works from this folder.
         """
+        self.variables = tuple(variables)
         file = Path(os.path.normpath(Path(script.cwd) / script.target))
-        if not self.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
+        if not self.request.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
             return
         if not Path(script.target).is_absolute():
             raise UserError(
@@ -212,12 +193,11 @@ class Nodes:
         self.folders = (file.parent,)
 
     def _parcels(self, path: str) -> tuple[SyncManifest, ...]:
-        if not (self.sync and path):
+        if not (self.request.sync and path):
             return ()
         here = Path(path)
-        return tuple(
-            sync_manifest(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here)))
-        )
+        outside = [one for one in self.folders if not one.is_relative_to(here)]
+        return tuple(map(sync_manifest, (here, *outside)))
 
     def reach(
         self,
@@ -238,9 +218,11 @@ class Nodes:
         Raises:
             UserError: a node cannot be reached, lacks something, or differs from the others.
         """
-        sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
-        hosts = self.place(self.count or count, per_node, device)
-        about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        request = self.request
+        sent = (self._parcels(path), preamble(PACKAGE) if request.sync else b"", self.lasting)
+        hosts = self.place(request.nodes or count, per_node, device)
+        variables = tuple(dict.fromkeys([*request.exports, *self.variables]))
+        about = (device, headroom, memory_cap_bytes, path, request.interface, variables)
         requirements = NodeRequirements(*about, *sent, self.interpreter)
         self.cluster = Cluster(hosts, self.transport, requirements, self.folder, print_line=self.print_line)
         return self.cluster.reach()
@@ -248,26 +230,20 @@ class Nodes:
 
 @contextmanager
 def named_nodes(
-    named: Request,
-    print_line: Callable[[str], None],
-    budget: str | None = None,
-    *,
-    lasting: bool = False,
-    interpreter: Interpreter = OWN,
+    named: Request, print_line: Callable[[str], None], interpreter: Interpreter = OWN, *, lasting: bool = False
 ) -> Iterator[Nodes | None]:
     """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
     Args:
-        budget: as typed; an allocation must last as long. None: nothing is measured, so that this machine cannot stand for
-            several.
-        lasting: files that ranks write into sent folders are kept, as for a training.
         interpreter: of the ranks.
+        lasting: for a training: files that ranks write into sent folders are kept. Otherwise an allocation must last as long as
+            the budget, and this machine may stand for several.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
     scheduled = named.executor in SCHEDULERS
-    _refuse_strays(named, scheduled, budget is not None)
+    _refuse_strays(named, scheduled, slices=not lasting)
     if named.hostfile is None and not scheduled:
         yield None
         return
@@ -283,14 +259,13 @@ def named_nodes(
             place = transport.place
         elif named.executor == "slurm":
             place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB], sync=named.sync)
-            if budget is not None:
-                check_time_left(parse_duration(budget))
+            if not lasting:
+                check_time_left(parse_duration(named.budget))
         else:
             assert named.hostfile is not None
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
             place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
-        asked = (named.nodes, named.interface, tuple(named.exports), named.sync, lasting, interpreter)
-        made = Nodes(place, transport, folder, print_line, *asked)
+        made = Nodes(place, transport, folder, print_line, named, lasting, interpreter)
         try:
             yield made
         finally:
@@ -298,7 +273,7 @@ def named_nodes(
                 made.cluster.close()
 
 
-def _refuse_strays(named: Request, scheduled: bool, slices: bool) -> None:
+def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
     """Raise UserError for options without meaning in this combination.
 
     Args:

@@ -19,7 +19,7 @@ import yaml
 from autotune.commands.request import COMMANDS, Parameter, Request, check_value, convert, flag_of, parameters
 from autotune.errors import UserError, did_you_mean
 from autotune.masking import MASK, learn_data, masked_data
-from autotune.problem.space import parse_space
+from autotune.problem.space import compose_yaml, parse_space
 from autotune.util.bounds import display_value, read_text
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -28,14 +28,12 @@ _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
 # -- names ---------------------------------------------------------------------------------------------------------------
 
 
-def option_name(parameter: Parameter) -> str:
-    """Return an option's name in job files: its flag without dashes, and `script` for the words after `--`."""
-    return parameter.name if parameter.option.is_argument else flag_of(parameter.name).removeprefix("--")
-
-
 def options_in_files(command: str) -> dict[str, Parameter]:
-    """Return the options that a job file may have for a command, by name."""
-    return {option_name(one): one for one in parameters(command, in_file=True)}
+    """Return the options that a job file may have for a command, by flag without dashes; `script`: the words after `--`."""
+    return {
+        one.name if one.option.is_argument else flag_of(one.name).removeprefix("--"): one
+        for one in parameters(command, in_file=True)
+    }
 
 
 def is_job_file(word: str) -> bool:
@@ -81,7 +79,7 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
 
 def _compose(text: str, path: Path) -> yaml.MappingNode:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = compose_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)

@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from autotune._version import __version__
 from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
@@ -19,21 +18,13 @@ from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
 from autotune.predict.what_if import published_widening
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
-from autotune.problem.ds_config import BATCH, global_batch_of, read_config
+from autotune.problem.ds_config import BATCH, global_batch_of, read_config, value_at
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
-from autotune.script.argument_files import (
-    argument_names,
-    find_key,
-    knob_values,
-    launcher_file,
-    own_config,
-    own_files,
-    value_at,
-)
+from autotune.script.argument_files import argument_names, find_key, knob_values, launcher_file, own_config, own_files
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
@@ -46,10 +37,6 @@ from autotune.search.storage import check_no_links, make_study_folder, output_fo
 from autotune.search.study import StudyStore
 from autotune.util.units import counted
 from autotune.workers.gpu_locks import lock_gpus
-
-# -- launch ------------------------------------------------------------------------------------------------------------
-#
-# `autotune launch` without the command line: from a study or a plan to a supervised training.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +75,17 @@ def launch_training(
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     python = ranks_python(request.python, print_line, needed=TRAINING, remembered=known.python)
-    with named_nodes(request, print_line, lasting=True, interpreter=python) as nodes:
+    with named_nodes(request, print_line, python, lasting=True) as nodes:
         return _launch(launch_setup(request, nodes, python), nodes, known.job, print_line)
 
 
 def _launch(
     setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, print_line: Callable[[str], None]
 ) -> LaunchSummary:
-    if setup.study is not None:
-        store = StudyStore.load(setup.study, setup.storage, interpreter=setup.interpreter)  # raises if there is none
+    request = setup.request
+    if request.study is not None:
+        # raises if there is none
+        store = StudyStore.load(request.study, request.storage or None, interpreter=setup.interpreter)
         assert accepted is not None
         accepted = dataclasses.replace(accepted, interpreter=setup.interpreter)
         training = _from_study(setup, store, accepted, print_line)
@@ -110,7 +99,7 @@ def _launch(
     ):
         print_line(half)
     print_line(
-        f"{counted(len(training.ladder), 'config')} on the ladder; {counted(setup.max_restarts, 'restart')} at most without "
+        f"{counted(len(training.ladder), 'config')} on the ladder; {counted(request.max_restarts, 'restart')} at most without "
         "a newer checkpoint"
     )
     supervisor = Supervisor(
@@ -118,9 +107,9 @@ def _launch(
         found,
         training.ladder,
         training.folder,
-        max_restarts=setup.max_restarts,
+        max_restarts=request.max_restarts,
         silent_seconds=setup.silent_seconds,
-        convert=setup.convert,
+        convert=request.convert,
         print_line=print_line,
         threads=training.threads,
     )
@@ -182,7 +171,6 @@ def _write_page(
                 lines=tuple(summary.lines()),
                 attempts=tuple(AttemptShown(**dataclasses.asdict(one)) for one in summary.attempts),
                 ladder=tuple((str(rung.candidate), rung.measured, rung.peak_bytes) for rung in training.ladder),
-                version=__version__,
             )
         )
         write_page(page, path)
@@ -196,11 +184,12 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
     """Return a training under a study's winner, with the study's findings about the script that the reader accepted (`job`)."""
     script, tuned = setup.script, job
     check_script(store.name, job, script.target)
-    if setup.ranks not in (None, store.hardware.per_node):
+    typed = setup.typed
+    if typed.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
-            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_source}` starts "
-            f"{setup.ranks}. Start as many as the study"
+            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{typed.ranks_source}` starts "
+            f"{typed.ranks}. Start as many as the study"
         )
     winner = store.winner
     if winner is None:
@@ -221,7 +210,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
         print_line(line)
     if line := about_variables(store.name, store.fingerprint, winner.candidate):
         print_line(line)
-    ladder = ladder_of(store, tuned, winner.candidate, setup.convert)
+    ladder = ladder_of(store, tuned, winner.candidate, setup.request.convert)
     return _Training(dataclasses.replace(job, script=script), store.hardware, ladder, _folder_of(store), store.threads)
 
 
@@ -249,29 +238,33 @@ def _config_beside(known: Script, script: Script) -> str | None:
 
 
 def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> list[Rung]:
-    """Return the recovery ladder of a study's winner: as `run` wrote it, or a new one if none was written for this winner."""
-    path = ladder_path(store.folder, store.name) if store.folder else None
-    if not convert and store.folder is not None:
-        known = stored_ladder(store.folder, store.name)
+    """Return the recovery ladder of a study's winner: as `run` wrote it, or a new one if none was written for this winner.
+
+    A new one is built from the study's measurements, and from predictions that its outcomes have calibrated.
+    """
+    folder = store.folder
+    if not convert and folder is not None:
+        known = stored_ladder(folder, store.name)
         if known and known[0].candidate == top:
             return known
-    ladder = make_ladder(store, job, top, convert)
-    if not convert and path is not None and output_folder(store.folder) == store.folder:
-        write_ladder(path, ladder, job)
-    return ladder
-
-
-def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = False) -> list[Rung]:
-    """Build a ladder from a study's measurements, and from predictions that its outcomes have calibrated."""
-    job = dataclasses.replace(job, unprotected=True)  # as the training itself, whose code was accepted
-    predictor = traced_predictor(job, store.hardware)
+    unprotected = dataclasses.replace(job, unprotected=True)  # as the training itself, whose code was accepted
+    predictor = traced_predictor(unprotected, store.hardware)
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
-    space = store.searched_space()
-    otherwise = trains_otherwise(store.job, store.records())
-    told = (store.measured(), store.failed())
-    return recovery_ladder(top, space, job, predictor, *told, convert=convert, trains_otherwise=otherwise)
+    ladder = recovery_ladder(
+        top,
+        store.searched_space(),
+        unprotected,
+        predictor,
+        store.measured(),
+        store.failed(),
+        convert=convert,
+        trains_otherwise=trains_otherwise(store.job, store.records()),
+    )
+    if not convert and folder is not None and output_folder(folder) == folder:
+        write_ladder(ladder_path(folder, store.name), ladder, job)
+    return ladder
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:
@@ -279,7 +272,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
     assert setup.plan is not None
     assert setup.folder is not None
     plan = setup.plan
-    ladder = _planned_ladder(plan, setup.convert)
+    ladder = _planned_ladder(plan, setup.request.convert)
     make_study_folder(setup.folder)
     return _Training(dataclasses.replace(plan.job, script=setup.script), plan.hardware, ladder, setup.folder)
 
@@ -294,8 +287,6 @@ def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
 
 
 # -- launched command --------------------------------------------------------------------------------------------------
-#
-# Differences between a launched command and the tuned one: batch, optimizer, precision, and environment variables.
 #
 # The two commands are compared with each other, not with the observations of the first. A script may count its batch by
 # its own rules, and a change of the words changes its steps by the same factor.

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,12 @@ from autotune.predict.what_if import (
     published_widening,
 )
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
-from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
+from autotune.problem.gpu_specs import GpuFacts, Price, gpu_table, price_table
+from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, knobs_text
-
-# -- plan --------------------------------------------------------------------------------------------------------------
-#
-# `autotune plan`: configs that fit and their speed, without running anything.
 
 
 def plans(
@@ -280,8 +277,6 @@ def _ways(predictor: Predictor, candidates: list[Candidate], places: CandidateGr
 
 
 # -- plan machines -----------------------------------------------------------------------------------------------------
-#
-# Machines that would suffice for a job: the fewest GPUs of a card, and a comparison of all cards.
 
 PER_NODE = 8  # GPUs in rented machines; smaller ones have 1, 2 or 4
 LONGEST_SECONDS = 30 * 24 * 3600.0  # longer trainings are rejected at any price
@@ -389,8 +384,6 @@ def _rank(card: CardPlan) -> tuple[bool, bool, bool, bool, float, str]:
 
 
 # -- plan gains --------------------------------------------------------------------------------------------------------
-#
-# Changes that would make a job faster on its machine, ranked by prediction.
 
 WORTH = 0.02  # share of the speed; smaller gains are not shown
 MOST = 6
@@ -399,47 +392,46 @@ _NVLINK_GB_PER_S = 300.0  # GB/s of one A100, one direction (NVIDIA's data sheet
 
 def gains(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> tuple[PlannedGain, ...]:
     """Return single changes of the job or the machine that are predicted to raise speed, best first, one of each kind."""
-    found = [*_of_the_machine(base, machines), *_of_the_job(base, machines), *_of_other_cards(base, machines, cards)]
+    found: list[PlannedGain] = []
+    for what, hardware, job, detail in _changes(base):
+        gain = _gain(base, machines.fastest(machines.elsewhere.on(hardware, job)), what, detail)
+        found += [gain] if gain else []
+    found += _of_other_cards(base, machines, cards)
     worth = sorted((gain for gain in found if gain.share >= WORTH), key=lambda gain: -gain.share)
     return tuple(worth[:MOST])
 
 
-def _of_the_machine(base: Outlook, machines: Machines) -> list[PlannedGain]:
-    hardware, facts = base.hardware, base.hardware.gpu_facts
-    found = [
-        _gain(
-            base, _on(base, machines, _twice(hardware)), f"twice the GPUs: {_described(_twice(hardware))}", a_gpu=True
-        )
-    ]
+class _Detail(Enum):
+    """Detail of a gain, besides its share."""
+
+    NONE = 0
+    EACH_GPU = 1  # the remaining speed of each GPU
+    CONFIG = 2  # the config that the change allows, if it differs
+
+
+def _changes(base: Outlook) -> Iterator[tuple[str, Hardware, Job, _Detail]]:
+    """Yield each change with the changed hardware and job, and the detail of its gain."""
+    job, hardware, facts = base.job, base.hardware, base.hardware.gpu_facts
+    twice = _twice(hardware)
+    nodes = f" in {twice.nodes} nodes" if twice.nodes > 1 else ""
+    yield f"twice the GPUs: {twice.count} x {twice.name}{nodes}", twice, job, _Detail.EACH_GPU
     roomier = dataclasses.replace(hardware, memory_bytes=2 * hardware.memory_bytes, memory_cap_bytes=None)
-    found.append(_gain(base, _on(base, machines, roomier), "twice the memory a GPU", config=True))
+    yield "twice the memory a GPU", roomier, job, _Detail.CONFIG
     richer = dataclasses.replace(hardware, host_memory_bytes=16 * hardware.host_memory_bytes)
-    found.append(_gain(base, _on(base, machines, richer), "all the main memory that offload can use", config=True))
+    yield "all the main memory that offload can use", richer, job, _Detail.CONFIG
     if facts is not None and hardware.per_node > 1 and facts.link == "pcie":
         linked = _with(hardware, facts, link="nvlink", link_gb_per_s=_NVLINK_GB_PER_S)
-        found.append(_gain(base, _on(base, machines, linked), "NVLink between the GPUs of a machine in place of PCIe"))
+        yield "NVLink between the GPUs of a machine in place of PCIe", linked, job, _Detail.NONE
     if facts is not None and hardware.nodes > 1:
         rate = 2 * hardware.network_gb_per_s
         wider = _with(hardware, facts, network_gb_per_s=rate)
-        found.append(_gain(base, _on(base, machines, wider), f"twice the network: {8 * rate:.0f} Gbit/s a node"))
-    return [gain for gain in found if gain]
-
-
-def _of_the_job(base: Outlook, machines: Machines) -> list[PlannedGain]:
-    job, found = base.job, []
+        yield f"twice the network: {8 * rate:.0f} Gbit/s a node", wider, job, _Detail.NONE
     if job.global_batch_size is not None:
         larger = dataclasses.replace(job, global_batch_size=2 * job.global_batch_size)
-        what = f"twice the global batch: {larger.global_batch_size} sequences"
-        found.append(_gain(base, _on(base, machines, base.hardware, job=larger), what, config=True))
+        yield f"twice the global batch: {larger.global_batch_size} sequences", hardware, larger, _Detail.CONFIG
     if job.lengths and not job.packed:
-        packed, what = dataclasses.replace(job, packed=True), "packing the sequences (--packing)"
-        found.append(_gain(base, _on(base, machines, base.hardware, job=packed), what, config=True))
-    return [gain for gain in found if gain]
-
-
-def _on(base: Outlook, machines: Machines, hardware: Hardware | None = None, job: Job | None = None) -> Outlook | None:
-    """Return the fastest prediction on other hardware, or for another job, than `base`'s."""
-    return machines.fastest(machines.elsewhere.on(hardware or base.hardware, job or base.job))
+        packed = dataclasses.replace(job, packed=True)
+        yield "packing the sequences (--packing)", hardware, packed, _Detail.CONFIG
 
 
 def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[PlannedGain]:
@@ -459,7 +451,7 @@ def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ..
     chosen = [max(faster, key=lambda one: one[0])]
     chosen.append(min(faster, key=lambda one: _dollars(machines, one[1]) / one[0]))
     gains = (
-        _gain(base, machines.fastest(tried), f"{_marked(tried.hardware)} in place of {hardware.name}", config=True)
+        _gain(base, machines.fastest(tried), f"{_marked(tried.hardware)} in place of {hardware.name}", _Detail.CONFIG)
         for _, tried in chosen
     )
     return list(dict.fromkeys(gain for gain in gains if gain))
@@ -476,26 +468,19 @@ def _dollars(machines: Machines, tried: JobPredictions) -> float:
     return price.usd_per_hour if price else float("inf")
 
 
-def _gain(
-    base: Outlook, new: Outlook | None, what: str, *, a_gpu: bool = False, config: bool = False
-) -> PlannedGain | None:
-    """Return the gain of a change, or None if nothing fits with it.
-
-    Args:
-        a_gpu: add the remaining speed of each GPU.
-        config: add the config that the change allows, if it differs.
-    """
+def _gain(base: Outlook, new: Outlook | None, what: str, detail: _Detail) -> PlannedGain | None:
+    """Return the gain of a change, or None if nothing fits with it."""
     if new is None:
         return None
     share = new.tokens_per_second / base.tokens_per_second - 1
     real = new.hardware.rates == base.hardware.rates and new.hardware.memory_bytes == base.hardware.memory_bytes
     known = new.usd is not None and base.usd and (real or new.hardware.facts != base.hardware.facts)
-    detail = ""
-    if a_gpu:
-        detail = f"each {(1 + share) * base.hardware.count / new.hardware.count:.0%} as fast as now"
-    elif config and knobs_text(new.prediction.candidate) != knobs_text(base.prediction.candidate):
-        detail = knobs_text(new.prediction.candidate)
-    return PlannedGain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, detail)
+    more, knobs = "", knobs_text(new.prediction.candidate)
+    if detail is _Detail.EACH_GPU:
+        more = f"each {(1 + share) * base.hardware.count / new.hardware.count:.0%} as fast as now"
+    elif detail is _Detail.CONFIG and knobs != knobs_text(base.prediction.candidate):
+        more = knobs
+    return PlannedGain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, more)
 
 
 def _twice(hardware: Hardware) -> Hardware:
@@ -508,8 +493,3 @@ def _twice(hardware: Hardware) -> Hardware:
 
 def _with(hardware: Hardware, facts: GpuFacts, **rates: object) -> Hardware:
     return dataclasses.replace(hardware, rates={**dataclasses.asdict(facts), **rates})
-
-
-def _described(hardware: Hardware) -> str:
-    nodes = f" in {hardware.nodes} nodes" if hardware.nodes > 1 else ""
-    return f"{hardware.count} x {hardware.name}{nodes}"

@@ -9,7 +9,7 @@ import numbers
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -52,48 +52,28 @@ class Option:
 
     help: str
     panel: Panel
-    commands: str  # names, separated by spaces
-    in_file: str  # more commands, whose job files have the option
-    first: str  # commands that show the option in the first panel
-    flags: tuple[str, ...]  # empty: the field's name with hyphens
-    is_argument: bool  # words without a flag
-    metavar: str | None  # value in the help; None: by the type
-    complete: str  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
-    variable: str | None  # environment variable that sets the option
-    in_python: bool  # the Python API has the option
-    variants: Mapping[str, Variant]  # by command
+    commands: str = "run plan launch"  # names, separated by spaces
+    first: str = ""  # commands that show the option in the first panel
+    in_file: str = ""  # more commands, whose job files have the option
+    flags: tuple[str, ...] = ()  # empty: the field's name with hyphens
+    is_argument: bool = False  # words without a flag
+    metavar: str | None = None  # value in the help; None: by the type
+    complete: str = ""  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
+    variable: str | None = None  # environment variable that sets the option
+    in_python: bool = True  # the Python API has the option
+    plan: Variant = Variant()
+    launch: Variant = Variant()
+
+
+def _option(default: object, *attributes: Any, **more: Any) -> Any:
+    """Return a field of Request that is an `Option` with these attributes. A default of `list` is an empty list."""
+    metadata = {_OPTION: Option(*attributes, **more)}
+    if default is list:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 COMMANDS = ("run", "plan", "launch")
-_ALL = "run plan launch"
-
-
-def _option(
-    default: object,
-    help: str,
-    panel: Panel,
-    commands: str = _ALL,
-    first: str = "",
-    *,
-    in_file: str = "",
-    flags: tuple[str, ...] = (),
-    is_argument: bool = False,
-    metavar: str | None = None,
-    complete: str = "",
-    variable: str | None = None,
-    in_python: bool = True,
-    **variants: Variant,
-) -> Any:
-    """Return a field of Request that is an option, see `Option`. A default of `list` is an empty list."""
-    option = Option(
-        help, panel, commands, in_file, first, flags, is_argument, metavar, complete, variable, in_python, variants
-    )
-    metadata = {_OPTION: option}
-    return (
-        field(default_factory=list, metadata=metadata) if default is list else field(default=default, metadata=metadata)
-    )
-
-
 _OPTION = "option"  # key of a field's metadata
 STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 
@@ -532,7 +512,9 @@ class Request:
     command: str = ""  # the whole command as typed
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
+        for name, value in vars(self).items():
+            if name != "command":
+                check_value(name, value, flag_of(name))
 
 
 class Parameter(NamedTuple):
@@ -570,7 +552,7 @@ def parameters(command: str, *, in_file: bool = False) -> list[Parameter]:
         option: Option | None = one.metadata.get(_OPTION)
         if option is None or command not in [*option.commands.split(), *(option.in_file.split() if in_file else ())]:
             continue
-        own = option.variants.get(command, Variant())
+        own = {"plan": option.plan, "launch": option.launch}.get(command, Variant())
         default = None if one.default is MISSING else one.default
         default = MISSING if own.required else default if own.default is None else own.default
         panel = Panel.FIRST if command in option.first.split() else option.panel
@@ -587,17 +569,6 @@ def flag_of(name: str) -> str:
 
 
 _MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # limits of options that count things
-
-
-def _check_bounds(request: Request) -> None:
-    """Check every number and text of a request.
-
-    Raises:
-        UserError: a value is out of bounds.
-    """
-    for name, value in vars(request).items():
-        if name != "command":
-            check_value(name, value, flag_of(name))
 
 
 def check_value(name: str, value: object, shown: str) -> None:
@@ -617,8 +588,6 @@ def check_value(name: str, value: object, shown: str) -> None:
 
 
 # -- options of the Python API -----------------------------------------------------------------------------------------
-#
-# Conversion of a Python call's values to a Request: each value is converted by the type of its field.
 
 MOST_NUMBER = 2**63
 _WORDS = 'expected a list of words, like ["train.py", "--epochs", "1"]'
@@ -698,22 +667,14 @@ def _text(name: str, value: object) -> str:
 
 
 def _whole(name: str, value: object) -> int:
-    expected = "a whole number"
-    try:
-        number = _number(name, int(value) if isinstance(value, str) else value, expected)
-    except ValueError:
-        raise _refused(name, expected, value) from None
+    number = _number(name, value, "a whole number", int)
     if number != int(number):
-        raise _refused(name, expected, value)
+        raise _refused(name, "a whole number", value)
     return int(number)
 
 
 def _real(name: str, value: object) -> float:
-    expected = "a number"
-    try:
-        return float(_number(name, float(value) if isinstance(value, str) else value, expected))
-    except ValueError:
-        raise _refused(name, expected, value) from None
+    return float(_number(name, value, "a number", float))
 
 
 def _switch(name: str, value: object) -> bool:
@@ -735,17 +696,17 @@ def _list(name: str, value: object, expected: str) -> list[str]:
     """Return the texts of paths and numbers. A single text is refused: it would be split into letters."""
     if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         raise UserError(f"{name}: {expected}, found {_shown_option(value)}")
-    return [_word(f"{name}[{at}]", word) for at, word in enumerate(value)]
+    return [
+        word if isinstance(word, str) and "\0" not in word else _text(f"{name}[{at}]", word)
+        for at, word in enumerate(value)
+    ]
 
 
-def _word(name: str, value: object) -> str:
-    if isinstance(value, str) and "\0" not in value:
-        return value
-    return _text(name, value)
-
-
-def _number(name: str, value: object, expected: str) -> int | float:
-    """Return a plain number from one of Python's or numpy's types."""
+def _number(name: str, value: object, expected: str, parse: Callable[[str], int | float] | None = None) -> int | float:
+    """Return a plain number from one of Python's or numpy's types, or from a text that `parse` reads."""
+    if parse is not None and isinstance(value, str):
+        with suppress(ValueError):
+            value = parse(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refused(name, expected, value)
     number: Any = value
@@ -774,8 +735,6 @@ def _shown_option(value: object) -> str:
 
 
 # -- typed keywords --------------------------------------------------------------------------------------------------------
-#
-# Types of the options for type checkers and editors: `python -m autotune.commands.request` prints `commands/keywords.py`.
 
 _ANNOTATIONS: dict[Any, str] = {
     str: "str | float | PurePath",
@@ -802,17 +761,29 @@ _KEYWORDS = [
 
 
 def keywords_text() -> str:
-    """Return the text of `commands/keywords.py`."""
-    lines = [*_KEYWORDS]
+    """Return the text of `commands/keywords.py`: a class for the options of several commands, then one for each command."""
+    users: dict[str, tuple[str, ...]] = {"runs": COMMANDS}
     for command in COMMANDS:
-        function = "tune" if command == "run" else command
-        lines += ["", "", f"class {command.title()}Options(TypedDict, total=False):"]
-        lines += [f'    """Options of `autotune.{function}`; None keeps the default."""', ""]
-        for one in sorted(parameters(command), key=lambda one: one.name):
+        for one in parameters(command):
             if one.option.in_python:
-                lines.append(f"    {one.name}: {' | '.join(_ANNOTATIONS[kind] for kind in one.types)} | None")
-        lines.append("    runs: str | PurePath | None")
+                users[one.name] = (*users.get(one.name, ()), command)
+    lines = [*_KEYWORDS]
+    shared = sorted({one for one in users.values() if len(one) > 1}, key=lambda one: (-len(one), one))
+    for commands in [*shared, *((command,) for command in COMMANDS)]:
+        bases = ["TypedDict"]
+        if len(commands) == 1:
+            bases = [_class_name(several) for several in shared if commands[0] in several]
+        lines += ["", "", f"class {_class_name(commands)}({', '.join(bases)}, total=False):"]
+        if len(commands) == 1:
+            function = "tune" if commands[0] == "run" else commands[0]
+            lines += [f'    """Options of `autotune.{function}`; None keeps the default."""', ""]
+        for name in sorted(one for one, by in users.items() if by == commands):
+            lines.append(f"    {name}: {' | '.join(_ANNOTATIONS[kind] for kind in _types()[name])} | None")
     return "\n".join([*lines, ""])
+
+
+def _class_name(commands: Sequence[str]) -> str:
+    return f"{'_' * (len(commands) > 1)}{''.join(map(str.title, commands))}Options"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,36 +17,28 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
-from autotune.commands.job_file import COMMAND_FILE
+from autotune.commands.job_file import COMMAND_FILE, job_text
 from autotune.commands.request import Request
-from autotune.commands.script_probe import Probe, after_probe, probe, remember
+from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
+from autotune.errors import UNPROTECTED, NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
-from autotune.executors.machine import protection_of
+from autotune.executors.machine import Slot, protection_of
 from autotune.executors.replay import ReplayExecutor
 from autotune.gallery.warm_start import rates_for, shipped_entries, start_from
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
-from autotune.results.console import (
-    PlainObserver,
-    make_observer,
-    record_json,
-    startup_used_all,
-    train_with,
-    verdict_lines,
-)
+from autotune.results.console import PlainObserver, make_observer, record_json, train_with, verdict_lines
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import SearchedSpace
@@ -75,10 +67,6 @@ from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import GIB, counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
-
-# -- run ---------------------------------------------------------------------------------------------------------------
-#
-# `autotune run` without the command line: from a request to an exported winner.
 
 
 @dataclass
@@ -136,14 +124,14 @@ def run_study(
 
     known = remembered_python(request, ask) if local else None
     python = ranks_python(request.python, print_line, needed=needed, remembered=known)
-    with named_nodes(request, print_line, request.budget, interpreter=python) as nodes:
-        return _run(accepted_table(run_setup(request, nodes, python), request, ask), clock, console, quiet, confirm)
+    with named_nodes(request, print_line, python) as nodes:
+        return _run(accepted_table(run_setup(request, nodes, python), ask), clock, console, quiet, confirm)
 
 
 def _run(
     setup: Setup, clock: CallClock, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
 ) -> RunSummary:
-    if setup.found_no_gpu:
+    if setup.runs_ranks and setup.hardware.device == "cpu" and setup.request.device == "auto":
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
@@ -169,7 +157,7 @@ def _run(
         kept.enter_context(observer)
         if setup.runs_ranks:
             observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
-        workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
+        workers = SearchWorkers((lambda candidate: False) if setup.request.parallel_offload else host_bound)
         deadline = StartupDeadline(setup.budget_seconds)
         # a failed worker ends all trials
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
@@ -184,15 +172,7 @@ def _run(
                 with deadline.no_trial():
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
-                    spent_seconds = first.now() - opening - first.ops.all_build_seconds
-                    probed = probe(
-                        first,
-                        setup.job.script,
-                        work,
-                        setup.budget_seconds,
-                        observer.print_line,
-                        spent_seconds=spent_seconds,
-                    )
+                    probed = probe(first, setup.job.script, work, deadline, observer.print_line)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:
@@ -200,14 +180,21 @@ def _run(
                 probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer, failing)
             kept.callback(store.leave)
-            write_atomically(work / COMMAND_FILE, setup.job_text)  # a refused call keeps the study's
+            write_atomically(work / COMMAND_FILE, job_text(setup.request, "run"))  # a refused call keeps the study's
             if probed is not None:
                 remember(probed, work)
             observer.doing("tracing the model, to predict memory and speed")
             is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
             predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
             kept.callback(tracking.end, partial(_tracked_winner, store))
-            tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
+            about = {
+                "job": setup.job.summary,
+                "machine": str(setup.hardware),
+                "space": setup.space.name,
+                "budget_seconds": setup.budget_seconds,
+                "command": setup.request.command,
+            }
+            tracking.begin(store.name, work, about, partial(_predicted_figures, predictor))
             begin_with_rates(setup, store, predictor, observer.print_line)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"wider predictions: {note}" for note in predictor.notes()]
@@ -227,22 +214,9 @@ def _run(
             # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
-            proposer = _proposer(setup, predictor)
-            begin_with_gallery(setup, store, proposer, observer.print_line)
             beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
-            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
+            found = _search(setup, store, executor, predictor, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, predictor, observer.print_line)
-
-
-def _tracked_job(setup: Setup) -> dict[str, Any]:
-    """Return what trackers record of the job and the machine."""
-    return {
-        "job": setup.job.summary,
-        "machine": str(setup.hardware),
-        "space": setup.space.name,
-        "budget_seconds": setup.budget_seconds,
-        "command": setup.command,
-    }
 
 
 def _predicted_figures(predictor: Predictor, candidate: Candidate) -> dict[str, float]:
@@ -316,63 +290,6 @@ class CallClock:
         return asked
 
 
-class StartupDeadline:
-    """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
-
-    Args:
-        budget_seconds: budget of the call, without builds of DeepSpeed's ops.
-    """
-
-    def __init__(self, budget_seconds: float) -> None:
-        self._budget_seconds = budget_seconds
-        self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
-        self._starting = True
-
-    def begin(self, executor: Executor, began: float) -> None:
-        """Start at a time of the executor's clock."""
-        self._clock = executor, began
-
-    @property
-    def passed(self) -> bool:
-        """Return True if the budget is used."""
-        if self._clock is None:
-            return False
-        executor, began = self._clock
-        return executor.now() - began - executor.ops.all_build_seconds >= self._budget_seconds
-
-    @property
-    def ends_startup(self) -> bool:
-        """Return True if the start-up must end because the budget is used."""
-        return self._starting and self.passed
-
-    def end_startup(self) -> None:
-        """Leave the rest of the budget to the search."""
-        self._starting = False
-
-    @contextmanager
-    def no_trial(self) -> Iterator[None]:
-        """Say that no trial ran if the deadline ends the work.
-
-        Raises:
-            NothingFits: the deadline ended it.
-        """
-        try:
-            yield
-        except Stopped:
-            if self.ends_startup:
-                raise NothingFits(startup_used_all(self._budget_seconds, self._budget_seconds)) from None
-            raise
-
-    @contextmanager
-    def no_more_trials(self) -> Iterator[None]:
-        """Go on if the deadline ends the work, to the end of a search without time."""
-        try:
-            yield
-        except Stopped:
-            if not self.ends_startup:
-                raise
-
-
 def _with_ops(
     executor: Executor, job: Job, candidates: list[Candidate], print_line: Callable[[str], None]
 ) -> list[Candidate]:
@@ -389,15 +306,15 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
-        store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+        store, resumed = StudyStore.create_or_resume(*of, force=setup.request.force, shared=shared)
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if setup.runs_ranks:
         grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.print_line)
-        agree_on_memory(store, setup.hardware, force=setup.force)
-    if setup.command:
-        store.note_command(setup.command)
+        agree_on_memory(store, setup.hardware, force=setup.request.force)
+    if setup.request.command:
+        store.note_command(setup.request.command)
     if setup.replay_table is not None:
         store.note_table(setup.replay_table.name)
     for note in setup.notes:
@@ -453,40 +370,38 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
         observer.print_line(f"study {store.name} is new")
 
 
-def _proposer(setup: Setup, predictor: Predictor) -> Proposer:
-    return Proposer(
-        list(setup.candidates),
-        setup.space,
-        setup.seed,
-        predictor,
-        tolerance=setup.tolerance,
-        exhaustive=setup.exhaustive,
-    )
-
-
 def _search(
     setup: Setup,
     store: StudyStore,
     executor: Executor,
-    proposer: Proposer,
+    predictor: Predictor,
     observer: PlainObserver,
     spent_seconds: float,
     cancelled: Callable[[], bool],
     beside: Sequence[Executor],
     workers: SearchWorkers,
 ) -> SearchSummary:
+    proposer = Proposer(
+        list(setup.candidates),
+        setup.space,
+        setup.request.seed,
+        predictor,
+        tolerance=setup.tolerance,
+        exhaustive=setup.request.exhaustive,
+    )
+    begin_with_gallery(setup, store, proposer, observer.print_line)
     tuner = Tuner(
         store,
         executor,
         proposer,
         budget_seconds=setup.budget_seconds,
-        max_trials=setup.max_trials,
+        max_trials=setup.request.max_trials,
         spent_seconds=spent_seconds,
         observer=observer,
         cancelled=cancelled,
         beside=beside,
         workers=workers,
-        references=setup.references,
+        references=not setup.request.no_references,
     )
     try:
         observer.start(setup.budget_seconds, spent_seconds)
@@ -508,8 +423,17 @@ def _summary(
     if found.winner is not None:
         files = _export(setup, store, found.winner, found.verified, print_line)
         if setup.runs_ranks:
-            ladder = ladder_path(setup.folder, setup.name)
-            files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
+            ladder = recovery_ladder(
+                found.winner.candidate,
+                setup.space,
+                store.job,
+                predictor,
+                store.measured(),
+                store.failed(),
+                trains_otherwise=trains_otherwise(store.job, store.records()),
+            )
+            files.append(ladder_path(setup.folder, setup.name))
+            write_ladder(files[-1], ladder, store.job)
         files += _write_report(setup, store, predictor, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         if not found.verified:
@@ -549,9 +473,9 @@ def _export(
     setup: Setup, store: StudyStore, winner: Record, verified: bool, print_line: Callable[[str], None]
 ) -> list[Path]:
     """Write the winner's files to the requested path, or to the study's folder if that path is no longer writable."""
-    if setup.out is not None:
+    if setup.request.out is not None:
         try:
-            return export_record(store, winner, setup.out, "deepspeed", verified)
+            return export_record(store, winner, setup.request.out, "deepspeed", verified)
         except UserError as error:
             print_line(f"{error}; it is in {setup.folder}")
     return export_record(store, winner, setup.folder / f"{setup.name}.json", "deepspeed", verified)
@@ -572,24 +496,7 @@ def _write_report(
     return [path]
 
 
-def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Candidate, path: Path) -> Path:
-    """Write the recovery ladder of `autotune launch` next to the winner."""
-    ladder = recovery_ladder(
-        top,
-        setup.space,
-        store.job,
-        predictor,
-        store.measured(),
-        store.failed(),
-        trains_otherwise=trains_otherwise(store.job, store.records()),
-    )
-    write_ladder(path, ladder, store.job)
-    return path
-
-
 # -- executors ---------------------------------------------------------------------------------------------------------
-#
-# Executors of a `run`, and the folder for their logs.
 
 
 @contextmanager
@@ -636,39 +543,32 @@ def first_executor(
 ) -> Executor:
     """Return the executor of the first worker: a replay if a table was given, else a local one."""
     if setup.replay_table is not None:
-        return ReplayExecutor(setup.replay_table, setup.seed, setup.hardware.headroom)
-    return _local(setup, setup.hardware, work, cancelled, setup.slots[0].variables if setup.slots else None, show)
+        return ReplayExecutor(setup.replay_table, setup.request.seed, setup.hardware.headroom)
+    slot = setup.slots[0] if setup.slots else Slot(setup.hardware, {})
+    return _local(setup, slot, work, cancelled, show)
 
 
 def _local(
-    setup: Setup,
-    hardware: Hardware,
-    work: Path,
-    cancelled: Callable[[], bool],
-    variables: Mapping[str, str] | None,
-    show: Callable[[str], None] = lambda text: None,
+    setup: Setup, slot: Slot, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
 ) -> LocalExecutor:
     return LocalExecutor(
         setup.job,
-        hardware,
+        slot.hardware,
         work,
         list(setup.candidates),
-        isolation=setup.isolation,
-        seed=setup.seed,
+        isolation=setup.request.isolation,
+        seed=setup.request.seed,
         cancelled=cancelled,
         show=show,
         target=setup.nodes,
-        variables=variables,
+        variables=slot.variables,
         study=setup.folder,
     )
 
 
 def parallel_executors(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder."""
-    return [
-        _local(setup, slot.hardware, work / f"beside-{number}", cancelled, slot.variables)
-        for number, slot in enumerate(setup.slots[1:], 2)
-    ]
+    return [_local(setup, slot, work / f"beside-{number}", cancelled) for number, slot in enumerate(setup.slots[1:], 2)]
 
 
 # -- start from the gallery ----------------------------------------------------------------------------------------------

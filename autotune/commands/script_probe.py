@@ -7,13 +7,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.setup import Setup
+from autotune.commands.setup import FREE, Setup
 from autotune.commands.trust import grant, is_granted
-from autotune.errors import MachineError, ScriptFails, Stopped, UserError
+from autotune.errors import MachineError, NothingFits, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
@@ -22,7 +22,7 @@ from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.results.console import larger_budget, throughput_text
+from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
@@ -58,10 +58,6 @@ from autotune.search.certificate import Verdict, compare, floor_of_cut, same_row
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, log_tail
-
-# -- probe run ---------------------------------------------------------------------------------------------------------
-#
-# Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
@@ -107,60 +103,88 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
-class _ProbeBudget:
-    """Budget of the call during a probe run.
+class StartupDeadline:
+    """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
 
     Args:
-        executor: provides the clock, and the seconds of builds of DeepSpeed's ops, which use up no budget.
-        seconds: budget of the call.
-        spent_seconds: part of it that was used before.
+        seconds: budget of the call, without builds of DeepSpeed's ops.
     """
 
-    def __init__(self, executor: Executor, seconds: float, spent_seconds: float) -> None:
-        self._executor, self.seconds = executor, seconds
-        self._until = self._now + seconds - spent_seconds
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
+        self._starting = True
 
-    @property
-    def _now(self) -> float:
-        return self._executor.now() - self._executor.ops.all_build_seconds
+    def begin(self, executor: Executor, began: float) -> None:
+        """Start at a time of the executor's clock."""
+        self._clock = executor, began
 
     @property
     def left_seconds(self) -> float:
-        """Seconds that are left."""
-        return self._until - self._now
+        """Return the seconds that are left, all of them before `begin`."""
+        if self._clock is None:
+            return self.seconds
+        executor, began = self._clock
+        return self.seconds - (executor.now() - began - executor.ops.all_build_seconds)
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the budget is used."""
+        return self.left_seconds <= 0
+
+    @property
+    def ends_startup(self) -> bool:
+        """Return True if the start-up must end because the budget is used."""
+        return self._starting and self.passed
+
+    def end_startup(self) -> None:
+        """Leave the rest of the budget to the search."""
+        self._starting = False
+
+    @contextmanager
+    def no_trial(self) -> Iterator[None]:
+        """Say that no trial ran if the deadline ends the work.
+
+        Raises:
+            NothingFits: the deadline ended it.
+        """
+        try:
+            yield
+        except Stopped:
+            if self.ends_startup:
+                raise NothingFits(startup_used_all(self.seconds, self.seconds)) from None
+            raise
+
+    @contextmanager
+    def no_more_trials(self) -> Iterator[None]:
+        """Go on if the deadline ends the work, to the end of a search without time."""
+        try:
+            yield
+        except Stopped:
+            if not self.ends_startup:
+                raise
 
 
 def probe(
-    executor: Executor,
-    script: Script,
-    folder: Path,
-    budget_seconds: float,
-    print_line: Callable[[str], None],
-    *,
-    spent_seconds: float = 0.0,
+    executor: Executor, script: Script, folder: Path, budget: StartupDeadline, print_line: Callable[[str], None]
 ) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Args:
-        executor: runs the script.
-        script: the script.
         folder: holds the findings.
-        budget_seconds: budget of the call.
+        budget: of the call.
         print_line: receives lines for display.
-        spent_seconds: part of the budget that was used before.
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
         MachineError: the machine failed in the first run.
         Stopped: the user stopped the tuner.
     """
-    budget = _ProbeBudget(executor, budget_seconds, spent_seconds)
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     text, known, sources = stored_findings(folder / MEMORY)
     if known.get("key") == key and not edited_since(sources, script.cwd):
         profile = known["profile"]
-        believed = not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text))
-        if believed and not _counted_otherwise(profile):
+        if not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text)):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
@@ -170,7 +194,7 @@ def probe(
     else:
         print_line(f"running {script.name} without changes, to learn what it trains")
         left_seconds = budget.left_seconds
-        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", *_first_limits(left_seconds))
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", left_seconds)
         _refuse_unless_run(executor, baseline, facts, left_seconds, budget)
     try:
         return _checked(executor, script, baseline, facts, key, budget, print_line)
@@ -183,12 +207,6 @@ def probe(
                 f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
             )
         raise
-
-
-def _first_limits(left_seconds: float) -> tuple[float, MeasureSpec]:
-    """Return the time limit of a first run, and the length of its measurement."""
-    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
-    return FIRST_SHARE * left_seconds, spec
 
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
@@ -205,19 +223,10 @@ def _checked(
     baseline: Outcome,
     facts: dict[str, Any],
     key: str,
-    budget: _ProbeBudget,
+    budget: StartupDeadline,
     print_line: Callable[[str], None],
 ) -> Probe:
-    """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
-
-    Args:
-        executor: runs the script.
-        baseline: outcome of the first run.
-        facts: report of the first run.
-        key: of the stored findings.
-        budget: of the call.
-        print_line: receives lines for display.
-    """
+    """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise."""
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
@@ -226,10 +235,9 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for count, one in facts.get(LARGEST, {}).items():
+    for one in facts.get(LARGEST, {}).values():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        count = one.get("samples", count)  # an earlier version's key
-        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
+        print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
     if facts.get(LARGEST) == {}:
         print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
     if late := facts.get("late"):
@@ -319,14 +327,11 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _run_with_least_memory(
-    executor: Executor, script: Script, facts: dict[str, Any], budget: _ProbeBudget
+    executor: Executor, script: Script, facts: dict[str, Any], budget: StartupDeadline
 ) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     A script that takes its batch from elsewhere than its config cannot have one sample a step yet, and keeps its own batch.
-
-    Args:
-        facts: of the unmodified run, as far as it came.
 
     Raises:
         UserError: it runs out of memory there too.
@@ -335,12 +340,11 @@ def _run_with_least_memory(
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
     left_seconds = budget.left_seconds
-    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *_first_limits(left_seconds), job)
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", left_seconds, job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
         left_seconds = budget.left_seconds
-        limits = _first_limits(left_seconds)
-        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
+        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", left_seconds, job)
         found |= {_OWN_STEPS: True}
     _refuse_unless_run(executor, outcome, found, left_seconds, budget)
     if not outcome.ok:
@@ -352,16 +356,6 @@ def least_memory_candidate(optimizer: str, device: str) -> Candidate:
     """Return the candidate with the least memory under which a script with this optimizer can run."""
     stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
     return Candidate.of({name: value for name, value in _LEAST_MEMORY.items() if name not in stays})
-
-
-def _counted_otherwise(profile: dict[str, Any]) -> bool:
-    """Check that an earlier version stored a profile that must be measured again.
-
-    Either it also counted forwards without gradients, so that every trial would fail the batch check. Or it did not keep the step
-    counts of a script that holds its batch.
-    """
-    older = "counted" not in profile and profile.get("rows_per_sample", 1) != 1
-    return older or bool(profile.get("batch_note") and "held" not in profile)
 
 
 def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
@@ -410,10 +404,11 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
 
 
 def _run_with_ops(
-    executor: Executor, candidate: Candidate, name: str, seconds: float, spec: MeasureSpec, job: Job | None = None
+    executor: Executor, candidate: Candidate, name: str, left_seconds: float, job: Job | None = None
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Return the outcome and facts of a run, of which each missing op is built first."""
-    until, ops = executor.now() + seconds, list[str]()
+    """Return the outcome and facts of a run in its share of the budget. Each missing op is built first."""
+    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
+    until, ops = executor.now() + FIRST_SHARE * left_seconds, list[str]()
     while True:
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
@@ -430,14 +425,13 @@ def _run_with_ops(
 
 
 def _refuse_unless_run(
-    executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: _ProbeBudget
+    executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: StartupDeadline
 ) -> None:
     """Refuse a script whose run failed otherwise than by its memory.
 
     Args:
         facts: report of the run; empty if it has not called `deepspeed.initialize`.
         left_seconds: budget that was left at its start.
-        budget: of the call.
 
     Raises:
         ScriptFails: with the reason, and the end of its log.
@@ -493,12 +487,7 @@ _NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it
 
 
 def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
-    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have.
-
-    Args:
-        outcome: of the probe run.
-        cap_bytes: cap of a rank's memory; None without one.
-    """
+    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have."""
     found = []
     if cap_bytes is not None:
         near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
@@ -512,9 +501,7 @@ def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
 
 
 def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> str:
-    """Return the error and its fix in one line if the cause is known, else an empty text.
-
-    The script's traceback is then not needed.
+    """Return the error and its fix in one line if the cause is known without a traceback, else an empty text.
 
     Args:
         longer: which budget to try if the script needs more time.
@@ -586,21 +573,18 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
-    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch).called_like(setup.job)
+    free = setup.request.global_batch_size == FREE
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=free).called_like(setup.job)
     space, notes = fitted(setup.space, job, setup.hardware)
-    notes = [*warnings_after_probe(setup, job), *notes]
+    deepspeed = RequirementInputs.of(job, setup.hardware).deepspeed
+    # faults of the script's own training that its config alone did not show
+    found = [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
     return dataclasses.replace(
-        setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *notes)
+        setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *found, *notes)
     )
-
-
-def warnings_after_probe(setup: Setup, job: Job) -> list[str]:
-    """Return the known faults of the script's own training that its config alone did not show."""
-    deepspeed = RequirementInputs.of(job, setup.hardware).deepspeed
-    return [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
 
 
 def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
@@ -628,7 +612,6 @@ class ShortRuns:
     Later trials find what a check that was left out would have shown: each compares its own batch and trace.
 
     Args:
-        executor: runs the script.
         seconds: limit of all runs.
         baseline: the measured probe run, which shows how long a run takes; None if it ran out of memory.
     """
@@ -685,24 +668,14 @@ class ShortRuns:
 
 
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
-#
-# Find flags without `--map`. Each integer flag with the value of the micro-batch or the accumulation gets another value, as does
-# each flag with the value of a product (a batch over all ranks, or a whole step's), all in one short run of the script. The
-# batch of its steps then shows the role of each flag.
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
-_OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
 _TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value; at least one is free for each
 
 
 def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that carry the micro-batch or the accumulation, of those that no known flag carries, as a profile.
-
-    Args:
-        runs: short runs that are left.
-        script: the script, with its profile.
-        facts: of the probe run.
 
     Returns:
         The keys `FOUND`, `TIMES` and `PRODUCTS` of a profile; only those that are not empty.
@@ -915,8 +888,6 @@ def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------
-#
-# Batch check: run a user's script with another batch before the search, to see that it honours a batch size.
 
 _TWO_STEPS = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 _AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"
@@ -941,7 +912,6 @@ def check_batch(
 
     Args:
         runs: short runs that are left. Without one, the trials of the search check their own batch.
-        script: the script, with its profile.
         reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
             micro-batches, differs from it.
         least: settings with minimal memory, for a script that does not fit with its own.

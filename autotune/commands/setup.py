@@ -9,10 +9,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from autotune.commands.environment import SCHEDULERS, Nodes
-from autotune.commands.job_file import job_text
 from autotune.commands.request import Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
@@ -55,6 +54,7 @@ from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
 
 DEFAULT_HEADROOM = "5%"
+_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
 
 # -- setups --------------------------------------------------------------------------------------------------------------
 
@@ -83,6 +83,7 @@ class Setup:
     A script's job and candidates are stand-ins until the probe run; `commands.script_probe.after_probe` replaces them.
     """
 
+    request: Request  # its texts are parsed in the other fields
     job: Job
     hardware: Hardware
     space: SearchSpace
@@ -92,25 +93,13 @@ class Setup:
     replay_table: ReplayTable | None  # the recorded table to search; None: machines are used
     nodes: Cluster | None = None  # the machines, reached; None: this one
     slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
-    parallel_offload: bool = False  # also candidates whose speed depends on the host
     name: str  # of the study
     folder: Path  # `runs/NAME`, not created yet
     storage: str | None  # the database's URL; None: a file in the folder
-    out: Path | None  # the winner's path; None: in the folder
-    found_no_gpu: bool  # CPU ranks were not requested
     global_batch_size: int | None  # samples per optimizer step, as requested
-    free_batch: bool  # a script's own batch is not kept either
     budget_seconds: float
-    max_trials: int | None
     tolerance: float  # share of the speed
-    exhaustive: bool
-    isolation: str
-    seed: int
-    force: bool
     gallery: bool = True  # the search may start from the gallery
-    references: bool = True  # DDP and FSDP2 are measured for comparison
-    command: str = ""  # as typed, to repeat the call; empty if nothing was typed
-    job_text: str = ""  # job file that repeats the call
     trackers: tuple[str, ...] = ()  # names
 
     @property
@@ -121,30 +110,20 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSetup:
-    """A script to train, and the source of its configs: a study, or the plan for a model."""
+    """A script to train, and the source of its configs: the request's study, or the plan for a model."""
 
-    script: Script
-    ranks: int | None  # from the script's command
-    ranks_source: str  # the origin of `ranks`
-    study: str | None
-    storage: str | None
+    request: Request
+    typed: TypedCommand
+    script: Script  # of the command, with the request's DeepSpeed config if there is no study
     plan: PlanSetup | None  # None if a study is named
     global_batch_size: int | str | None  # samples per optimizer step, as requested, or `free`
     folder: Path | None  # of a launch without a study, not created yet
     memory_cap_bytes: int | None
-    max_restarts: int
     silent_seconds: float
-    convert: bool
     interpreter: Interpreter = OWN  # of the ranks
 
 
 # -- from a request to its setup -----------------------------------------------------------------------------------------
-
-
-def missing_unit_warning(budget: str) -> list[str]:
-    """Return a warning if a budget has no unit."""
-    text = budget.strip()
-    return [f"--budget {text} is {text} seconds; write {text}m for minutes"] if text.isdigit() else []
 
 
 def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> Setup:
@@ -158,45 +137,65 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):
         raise UserError(why)
-    check_early(request.seed, request.out, request.max_trials)
+    bare = request.budget.strip()
+    no_unit = [f"--budget {bare} is {bare} seconds; write {bare}m for minutes"] if bare.isdigit() else []
+    if not 0 <= request.seed < _SEEDS:
+        raise UserError(f"--seed {request.seed}: expected a whole number from 0 to {_SEEDS - 1}")
+    if request.max_trials is not None and request.max_trials < 1:
+        raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
+    if request.out is not None:
+        check_out(request.out, makes_folders=True)
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
-    tuned = _resolve_training(request, nodes, interpreter)
+    replay_table = _replay_table(request, nodes)
+    places: tuple[Slot, ...] = ()
+    notes, said = list[str](), list[str]()
+    if replay_table is not None:
+        # A table's rows end at the memory limit itself, so that no headroom is taken off.
+        headroom = parse_share(request.headroom) if request.headroom else 0.0
+        job, hardware, space = replay_table.job(interpreter), replay_table.hardware(headroom), replay_table.space()
+        candidates = sorted(replay_table.rows, key=str)
+    else:
+        typed = typed_command(request, nodes, interpreter, request.ds_config) if request.script else None
+        gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
+        here = dataclasses.replace(request, gpus=gpus)
+        places = _slots(here, nodes, interpreter)
+        hardware = places[0].hardware if places else _machine(here, nodes, interpreter)
+        space = _space(request, hardware)
+        if typed is not None:
+            job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
+            configs = [_own_config(path, interpreter, "the DeepSpeed config") for path in named_configs(typed.script)]
+            said = warnings(facts_of(configs[0]), installed_deepspeed(interpreter)) if len(configs) == 1 else []
+            candidates, notes = first_candidates(typed.script), own_variables_note(typed)
+        else:
+            job, space, notes = _tuned_model(request, space, hardware, interpreter)
+            said = warnings(own_facts(job), installed_deepspeed(interpreter))
+            candidates = space.candidates(job)
     asked_batch = FREE if request.global_batch_size == FREE else batch
-    name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
+    name = request.study or study_name(job, hardware, asked_batch)
     if not (request.study or request.force):
-        name, edits = name_since_edits(name, request.runs, tuned.job)
+        name, edits = name_since_edits(name, request.runs, job)
+        notes = [*notes, *edits]
     return Setup(
-        job=dataclasses.replace(tuned.job, unprotected=request.unprotected),
-        hardware=tuned.hardware,
-        space=tuned.space,
-        candidates=tuple(tuned.candidates),
-        notes=(*tuned.notes, *edits),
-        warnings=(*missing_unit_warning(request.budget), *tuned.warnings),
-        replay_table=tuned.replay_table,
+        request=request,
+        job=dataclasses.replace(job, unprotected=request.unprotected),
+        hardware=hardware,
+        space=space,
+        candidates=tuple(candidates),
+        notes=tuple(notes),
+        warnings=(*no_unit, *said),
+        replay_table=replay_table,
         nodes=nodes.cluster if nodes is not None else None,
+        slots=places,
         name=name,
         folder=study_folder(request.runs, name),
         storage=request.storage or None,
-        slots=tuple(tuned.slots),
-        parallel_offload=request.parallel_offload,
-        out=request.out,
-        command=request.command,
-        job_text=job_text(request, "run"),
         trackers=check_trackers(request.track),
-        found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.replay_table is None,
         global_batch_size=batch,
-        free_batch=request.global_batch_size == FREE,
         budget_seconds=budget_seconds,
-        max_trials=request.max_trials,
         tolerance=parse_share(request.tolerance),
-        exhaustive=request.exhaustive,
-        isolation=request.isolation,
-        seed=request.seed,
-        force=request.force,
-        references=not request.no_references,
-        gallery=not request.no_gallery and tuned.replay_table is None,  # an entry may be from the same table
+        gallery=not request.no_gallery and replay_table is None,  # an entry may be from the same table
     )
 
 
@@ -206,10 +205,6 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
     Raises:
         UserError: bad input.
     """
-    per_node = (1 if request.gpus is None else request.gpus, 1 if request.nodes is None else request.nodes)
-    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
-    host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
-    cap = _cap(request)
     tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
     if request.price is not None and not 0 < request.price <= 10_000:
         raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
@@ -217,8 +212,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
         raise UserError("--price cannot be combined with --compare. Remove one of them.")
     setups = []
     for name in gpus:
-        hardware = planned_hardware(name, *per_node, headroom, host, cap, interpreter)
-        hardware = with_room_for_context(hardware.reserving(_reserve(request)))
+        hardware = _planned_hardware(name, request, interpreter)
         job = _named_job(request, hardware, interpreter)
         space = fitted(load_space(request.space or "default"), job, hardware).space
         faults = [f"{one.describe(installed_deepspeed(interpreter))}: left out" for one in space.faults]
@@ -244,11 +238,8 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
     Raises:
         UserError: bad input.
     """
-    typed = typed_command(request.script, request.maps, interpreter=interpreter)
+    typed = typed_command(request, nodes, interpreter)
     script = typed.script
-    if nodes is not None:
-        nodes.also_send(typed.variables)
-        nodes.also_sync(script)
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
     silent_seconds = parse_duration(request.hang_timeout)
@@ -268,19 +259,16 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         _whole_sequences(job, request.ds_config)
         plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
         folder = study_folder(request.runs, f"launch-{script.name}")
+    batch = FREE if request.global_batch_size == FREE else parse_global_batch(request.global_batch_size)
     return LaunchSetup(
+        request=request,
+        typed=typed,
         script=script,
-        ranks=typed.ranks,
-        ranks_source=typed.ranks_source,
-        study=request.study,
-        storage=request.storage or None,
         plan=plan,
-        global_batch_size=FREE if request.global_batch_size == FREE else parse_global_batch(request.global_batch_size),
+        global_batch_size=batch,
         folder=folder,
-        memory_cap_bytes=_cap(request),
-        max_restarts=request.max_restarts,
+        memory_cap_bytes=_limits(request)[0],
         silent_seconds=silent_seconds,
-        convert=request.convert,
         interpreter=interpreter,
     )
 
@@ -288,66 +276,43 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
 # -- job, machine and space ----------------------------------------------------------------------------------------------
 
 
-class _Tuned(NamedTuple):
-    """Fields of Setup about the job and the machine."""
+def _replay_table(request: Request, nodes: Nodes | None) -> ReplayTable | None:
+    """Return the table that `--executor replay:TABLE` searches; None for an executor of machines.
 
-    job: Job
-    hardware: Hardware
-    space: SearchSpace
-    candidates: Sequence[Candidate]
-    notes: Sequence[str] = ()
-    warnings: Sequence[str] = ()  # known faults of the user's own config
-    replay_table: ReplayTable | None = None
-    slots: Sequence[Slot] = ()
-
-
-def _resolve_training(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> _Tuned:
+    Raises:
+        UserError: there is no such executor or table, or another option contradicts it.
+    """
     kind, _, table = request.executor.partition(":")
-    if kind == "replay" and request.parallel != 1:
-        raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
-    if kind == "replay" and (nodes is not None or request.nodes is not None):
-        raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
     if kind == "replay":
-        _refuse(
-            request, "memory_cap reserve", "cannot be combined with --executor replay, whose table has its own limit"
-        )
-    if kind == "replay" and table:
-        replay_table = load_replay_table(Path(table))
-        if request.space:
+        if request.parallel != 1:
             raise UserError(
-                "--space cannot be combined with --executor replay, which searches the rows of its table. Remove --space."
+                "--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel."
             )
-        # A table's rows end at the memory limit itself, so that no headroom is taken off.
-        headroom = parse_share(request.headroom) if request.headroom else 0.0
-        rows = sorted(replay_table.rows, key=str)
-        job = replay_table.job(interpreter)
-        return _Tuned(job, replay_table.hardware(headroom), replay_table.space(), rows, replay_table=replay_table)
+        if nodes is not None or request.nodes is not None:
+            raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
+        why = "cannot be combined with --executor replay, whose table has its own limit"
+        _refuse(request, "memory_cap reserve", why)
+        if table:
+            found = load_replay_table(Path(table))
+            why = "cannot be combined with --executor replay, which searches the rows of its table"
+            _refuse(request, "space", why)
+            return found
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
-    if request.script:
-        typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config, interpreter)
-        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
-        if nodes is not None:
-            nodes.also_send(typed.variables)
-            nodes.also_sync(typed.script)
-    places = _slots(request, nodes, interpreter)
-    hardware = places[0].hardware if places else _machine(request, nodes, interpreter)
-    space = _space(request, hardware)
-    if request.script:
-        job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
-        configs = [_own_config(path, interpreter, "the DeepSpeed config") for path in named_configs(typed.script)]
-        said = warnings(facts_of(configs[0]), installed_deepspeed(interpreter)) if len(configs) == 1 else []
-        notes = own_variables_note(typed)
-        return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
+    return None
+
+
+def _tuned_model(
+    request: Request, space: SearchSpace, hardware: Hardware, interpreter: Interpreter
+) -> tuple[Job, SearchSpace, list[str]]:
+    """Return the job of a named model or a workload, the space fitted to it, and lines for display."""
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware, interpreter)
     _whole_sequences(job, request.ds_config)
     if missing_package(job.lora, interpreter) == "bitsandbytes":
         raise UserError("--quantize needs the package bitsandbytes. Install it, or remove --quantize.")
     space, notes = fitted(space, job, hardware)
-    notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
-    said = warnings(own_facts(job), installed_deepspeed(interpreter))
-    return _Tuned(job, hardware, space, space.candidates(job), notes, said, slots=places)
+    return job, space, [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
 
 
 def _own_config(path: Path, interpreter: Interpreter, named_by: str = "--ds-config") -> dict[str, Any]:
@@ -373,32 +338,22 @@ def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> t
     if request.nodes is not None:
         raise UserError("--parallel cannot be combined with --nodes. Remove one of them.")
     cap, headroom = _limits(request)
-    asked = (request.parallel, request.device, request.gpus)
     found = slots(
-        *asked,
+        request.parallel,
+        request.device,
+        request.gpus,
         memory_cap_bytes=cap,
         headroom=headroom,
         offload_beside=request.parallel_offload,
         interpreter=interpreter,
     )
-    reserve = _reserve(request)
-    return tuple(
-        dataclasses.replace(one, hardware=with_room_for_context(one.hardware.reserving(reserve))) for one in found
-    )
+    return tuple(dataclasses.replace(one, hardware=_reserving(one.hardware, request)) for one in found)
 
 
 def _limits(request: Request) -> tuple[int | None, float]:
     """Return a job's limit of device memory in bytes (None: none), and the headroom as a share."""
-    return _cap(request), parse_share(request.headroom or DEFAULT_HEADROOM)
-
-
-def _cap(request: Request) -> int | None:
-    return parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
-
-
-def _reserve(request: Request) -> int:
-    """Return the bytes of each device that are left to another process."""
-    return parse_memory(request.reserve, "--reserve") if request.reserve else 0
+    cap = parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
+    return cap, parse_share(request.headroom or DEFAULT_HEADROOM)
 
 
 def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> Hardware:
@@ -406,13 +361,9 @@ def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) ->
     cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
-        return with_room_for_context(
-            nodes.reach(request.device, request.gpus, cap, headroom, path).reserving(_reserve(request))
-        )
-    here = detect(
-        request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter
-    ).reserving(_reserve(request))
-    return with_room_for_context(slice_of(request.nodes, here))
+        return _reserving(nodes.reach(request.device, request.gpus, cap, headroom, path), request)
+    here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter)
+    return _reserving(slice_of(request.nodes, here), request)
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
@@ -458,7 +409,7 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     job = Job(
         model=model,
         ranks=hardware.count,
-        seq_len=seq_len_of(request.seq_len, request.packed, model, lengths, hardware),
+        seq_len=_seq_len(request, model, lengths, hardware),
         precision=precision,
         optimizer=request.optimizer,
         global_batch_size=kept_batch(request.global_batch_size, base, hardware.count, request.ds_config),
@@ -532,46 +483,25 @@ def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
 
 
-# -- early checks ------------------------------------------------------------------------------------------------------
-#
-# Checks before a run, of errors that would otherwise appear minutes into a search or at its end.
-
-_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
-
-
-def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:
-    """Check the seed, the winner's output file, and the number of trials.
-
-    Raises:
-        UserError: one of them is invalid.
-    """
-    if not 0 <= seed < _SEEDS:
-        raise UserError(f"--seed {seed}: expected a whole number from 0 to {_SEEDS - 1}")
-    if max_trials is not None and max_trials < 1:
-        raise UserError(f"--max-trials {max_trials}: expected at least 1")
-    if out is not None:
-        check_out(out, makes_folders=True)
-
-
 # -- command after -- --------------------------------------------------------------------------------------------------
-#
-# Effects of a typed command on this call: variables set from now on, and the number of GPUs.
 
 
 def typed_command(
-    words: Sequence[str],
-    maps: Sequence[str],
-    worst_case: bool = False,
-    ds_config: Path | None = None,
-    interpreter: Interpreter = OWN,
+    request: Request, nodes: Nodes | None, interpreter: Interpreter = OWN, ds_config: Path | None = None
 ) -> TypedCommand:
-    """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
+    """Parse the words typed after `--`, and set their variables here and on the nodes, as a shell sets them for the command.
+
+    Args:
+        nodes: not reached yet; they receive the script's folder, too.
+        ds_config: DeepSpeed config that takes precedence over the command's.
 
     Raises:
-        UserError: see `read_command`.
+        UserError: see `read_command` and `Nodes.also_send`.
     """
-    typed = read_command(words, maps, worst_case, ds_config, interpreter)
+    typed = read_command(request.script, request.maps, request.worst_case, ds_config, interpreter)
     os.environ.update(typed.variables)
+    if nodes is not None:
+        nodes.also_send(typed.variables, typed.script)
     return typed
 
 
@@ -612,8 +542,6 @@ def own_variables_note(typed: TypedCommand) -> list[str]:
 
 
 # -- global batch ------------------------------------------------------------------------------------------------------
-#
-# `--global-batch-size`: a number of sequences, or `free`; and the batch in the user's own DeepSpeed config.
 
 FREE = "free"  # no batch is kept: the fastest is chosen
 
@@ -626,12 +554,15 @@ def parse_global_batch(asked: int | str | None) -> int | None:
     """
     if asked is None or asked == FREE:
         return None
+    return _number(asked, "--global-batch-size", f"a number of sequences, or {FREE}")
+
+
+def _number(asked: int | str, option: str, expected: str) -> int:
+    """Return the whole number of an option that may also be a word; `Job` checks the bounds."""
     try:
-        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
+        return whole_number(asked, option, -MOST, MOST)
     except UserError:
-        raise UserError(
-            f"--global-batch-size {display_value(asked)}: expected a number of sequences, or {FREE}"
-        ) from None
+        raise UserError(f"{option} {display_value(asked)}: expected {expected}") from None
 
 
 def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
@@ -663,21 +594,24 @@ def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str
 
 
 # -- seq len -----------------------------------------------------------------------------------------------------------
-#
-# `--seq-len`: the typed value, or the default from the model and the device.
 
 DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
 
 
-def seq_len_of(
-    asked: int | str | None, packed: bool, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware
-) -> int:
+def _seq_len(request: Request, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware) -> int:
     """Return tokens per sequence: as requested, else the longest of `--lengths`, else the device's default."""
-    longest = longest_sequence(model.config)
-    seq_len = _typed_seq_len(asked, longest, model.name)
+    longest, seq_len = longest_sequence(model.config), None
+    if request.seq_len == "max":
+        if longest is None:
+            raise UserError(
+                f"--seq-len max: the configuration of {model.name} names no longest sequence; give a number"
+            )
+        seq_len = longest
+    elif request.seq_len is not None:
+        seq_len = _number(request.seq_len, "--seq-len", "a number of tokens, or max")
     if lengths:
         most = max(tokens for tokens, _ in lengths)
-        if seq_len is not None and not packed:
+        if seq_len is not None and not request.packed:
             raise UserError("--seq-len cannot be combined with --lengths, which gives the lengths. Remove --seq-len.")
         seq_len = seq_len or most
         if seq_len < most:
@@ -691,22 +625,7 @@ def seq_len_of(
     return seq_len
 
 
-def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
-    if asked is None or isinstance(asked, int):
-        return asked
-    if asked == "max":
-        if longest is None:
-            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
-        return longest
-    try:
-        return whole_number(asked, "--seq-len", -MOST, MOST)
-    except UserError:
-        raise UserError(f"--seq-len {display_value(asked)}: expected a number of tokens, or max") from None
-
-
 # -- precision ---------------------------------------------------------------------------------------------------------
-#
-# Arithmetic of a named model's training, from the typed option and the user's DeepSpeed config.
 
 
 def precision_of(typed: str | None, config: dict[str, Any], hardware: Hardware) -> tuple[str, dict[str, Any]]:
@@ -734,8 +653,6 @@ def _precision(config: dict[str, Any], hardware: Hardware) -> str:
 
 
 # -- study names -------------------------------------------------------------------------------------------------------
-#
-# Name of a study without a typed name, and its folder.
 
 _LONGEST = 120  # characters of a name
 # files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
@@ -796,31 +713,22 @@ def study_folder(runs: Path, name: str) -> Path:
 
 
 # -- plan hardware -----------------------------------------------------------------------------------------------------
-#
-# Machines of a plan: named ones, or several like this one.
 
 MOST_GPUS = 4096  # over all nodes; two link rates describe larger clusters too poorly
 
 
-def planned_hardware(
-    name: str | None,
-    gpus_per_node: int,
-    nodes: int,
-    headroom: float,
-    host_memory_bytes: int | None = None,
-    memory_cap_bytes: int | None = None,
-    interpreter: Interpreter = OWN,
-) -> Hardware:
-    """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
+def _planned_hardware(name: str | None, request: Request, interpreter: Interpreter) -> Hardware:
+    """Return the request's number of the named GPU, or of the machine's own for None, in each of its nodes.
 
-    Args:
-        host_memory_bytes: of each machine; None: as measured, or that of a common cloud machine.
-        memory_cap_bytes: limit for one rank on its GPU.
-        interpreter: of the ranks.
+    The main memory is as typed, or else as measured or that of a common cloud machine.
 
     Raises:
         UserError: impossible counts, or no such GPU.
     """
+    gpus_per_node = 1 if request.gpus is None else request.gpus
+    nodes = 1 if request.nodes is None else request.nodes
+    cap, headroom = _limits(request)
+    host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
     if not 1 <= gpus_per_node <= 100_000:
         raise UserError(f"--gpus {gpus_per_node}: expected between 1 and 100000")
     if nodes < 1:
@@ -837,8 +745,8 @@ def planned_hardware(
         hardware = dataclasses.replace(found, count=count, nodes=nodes)
     else:
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
-    host = host_memory_bytes or hardware.host_memory_bytes
-    return with_room_for_context(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
+    hardware = dataclasses.replace(hardware, host_memory_bytes=host or hardware.host_memory_bytes)
+    return _reserving(hardware.capped(cap), request)
 
 
 def slice_of(nodes: int | None, here: Hardware) -> Hardware:
@@ -854,12 +762,13 @@ def slice_of(nodes: int | None, here: Hardware) -> Hardware:
     return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
 
 
-def with_room_for_context(hardware: Hardware) -> Hardware:
-    """Return the hardware if a GPU has more memory than the fixed share of every process.
+def _reserving(hardware: Hardware, request: Request) -> Hardware:
+    """Return the hardware without the memory that `--reserve` leaves to another process.
 
     Raises:
-        UserError: the memory is too small.
+        UserError: the rest of a GPU is smaller than the fixed share of every process.
     """
+    hardware = hardware.reserving(parse_memory(request.reserve, "--reserve") if request.reserve else 0)
     if hardware.device != "cuda":
         return hardware
     taken = overhead_prior(hardware, hardware.count).mean * GIB

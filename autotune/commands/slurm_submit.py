@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
+from autotune.commands.request import Request
 from autotune.errors import UserError
-from autotune.executors.cluster.transports import PACKAGE, in_allocation, slurm_output
+from autotune.executors.cluster.transports import PACKAGE, slurm_output
 from autotune.masking import hide_password, shell_text
 from autotune.util.files import write_atomically
 
@@ -35,42 +35,31 @@ _NEVER = re.compile(
 _OWN = re.compile(r"--(nodes|ntasks|ntasks-per-node|output|error|signal|requeue|parsable|wrap|export)")
 
 
-def options_of(
-    *,
-    nodes: int | None,
-    gpus: int | None,
-    device: str,
-    partition: str | None,
-    account: str | None,
-    time: str | None,
-    more: Sequence[str],
-) -> list[str]:
-    """Return the options of sbatch, one word each.
-
-    Args:
-        more: `KEY=VALUE` or `KEY`, further options of sbatch.
+def options_of(request: Request) -> list[str]:
+    """Return the options of sbatch for a request, one word each.
 
     Raises:
         UserError: an option does not parse, or is set by autotune.
     """
+    time = request.time
     if time and (limit := limit_seconds(time)) is not None and 0 < limit < _LEAST_SECONDS:
         raise UserError(
             f"--time {time}: Slurm warns {GRACE_SECONDS} s before the end, and up to a minute earlier: give at least "
             f"{_LEAST_SECONDS // 60} minutes"
         )
     found = [
-        f"--nodes={nodes or 1}",
+        f"--nodes={request.nodes or 1}",
         "--ntasks-per-node=1",
         "--open-mode=append",
         f"--signal=B:TERM@{GRACE_SECONDS}",
         "--requeue",
         "--export=ALL",  # overrides SBATCH_EXPORT: the job needs the environment of this call
     ]
-    if device != "cpu" and gpus is not None:
-        found.append(f"--gpus-per-node={gpus}")
-    named = {"partition": partition, "account": account, "time": time}
+    if request.device != "cpu" and request.gpus is not None:
+        found.append(f"--gpus-per-node={request.gpus}")
+    named = {"partition": request.partition, "account": request.account, "time": time}
     found += [f"--{name}={value}" for name, value in named.items() if value]
-    for text in more:
+    for text in request.slurm:
         word = f"--{text.lstrip('-')}"
         if not re.fullmatch(r"--[a-z][a-z-]*(=\S.*)?", word):
             raise UserError(f"--slurm {text}: expected KEY=VALUE, an option of sbatch like gres=gpu:8")
@@ -80,22 +69,16 @@ def options_of(
     return found
 
 
-def words_without_password(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the typed words without a `--storage` that has a password, and that storage or None."""
-    kept, storage, ours = list[str](), None, True
-    following = iter(words)
-    for word in following:
-        ours = ours and word != "--"  # the script follows
-        name, is_one, value = word.partition("=")
-        if not ours or name != "--storage":
-            kept.append(word)
-            continue
-        value = value if is_one else next(following, "")
-        if hide_password(value) == value:
-            kept += ["--storage", value]
-        else:
-            storage = value
-    return kept, storage
+def words_without_password(words: Sequence[str]) -> list[str]:
+    """Return the typed words without a `--storage` that has a password."""
+    end = words.index("--") if "--" in words else len(words)  # the script follows
+    kept = list[str]()
+    typed = iter(words[:end])
+    for word in typed:
+        one = [word, next(typed, "")] if word == "--storage" else [word]
+        if word.partition("=")[0] != "--storage" or hide_password(one[-1]) == one[-1]:
+            kept += one
+    return [*kept, *words[end:]]
 
 
 def limit_seconds(text: str) -> float | None:
@@ -103,12 +86,12 @@ def limit_seconds(text: str) -> float | None:
 
     Formats of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
     """
-    days, dash, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
+    if found is None:
         return None
-    numbers = [int(part) for part in parts]
-    if dash:
+    days, *clock = found.groups()
+    numbers = [int(number) for number in clock if number is not None]
+    if days is not None:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     elif len(numbers) == 3:
         hours, minutes, seconds = numbers
@@ -128,7 +111,7 @@ def submit(
     """Run `autotune WORDS` in a Slurm allocation, show its output, and return its exit code.
 
     Args:
-        options: see `options_of`.
+        options: of sbatch.
         folder: for the job's files.
         print_line: receives lines for display.
         needs: variables of this environment that the command needs there.
@@ -212,9 +195,9 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
 def _follow(job: str, output: Path, code: Path, print_line: Callable[[str], None]) -> int:
     shown, state, next_question = 0, "", 0.0
     while True:
-        shown = _show(output, shown, sys.stdout)
+        shown = _show(output, shown)
         if code.exists():
-            _show(output, shown, sys.stdout)
+            _show(output, shown)
             status = int(code.read_text(encoding="utf-8").strip() or 1)
             if status == _ENDED:
                 raise UserError(f"job {job} was stopped before it began. Give it a longer --time, or try again.")
@@ -253,17 +236,11 @@ def _state(job: str) -> tuple[str, str]:
     ), why
 
 
-def _show(path: Path, shown: int, out: TextIO) -> int:
-    """Write the new part of a file, and return how much of it has been shown."""
+def _show(path: Path, shown: int) -> int:
+    """Print the new part of a file, and return how much of it has been shown."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(shown)
         data = file.read()
-        out.write(data.decode(errors="replace"))
-        out.flush()
+        print(data.decode(errors="replace"), end="", flush=True)
         return shown + len(data)
     return shown
-
-
-def is_outside_allocation() -> bool:
-    """Check that this process is outside of an allocation, which must then be requested."""
-    return not in_allocation()

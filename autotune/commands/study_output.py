@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import html
 import statistics
-import webbrowser
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,6 @@ from autotune.commands.request import python_errors
 from autotune.errors import UserError, readable
 from autotune.executors.replay import Row, write_replay_table
 from autotune.gallery.schema import Entry, check, entry_of
-from autotune.gallery.warm_start import checked
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import stored_trace
 from autotune.problem.candidate import Candidate
@@ -26,9 +23,8 @@ from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import OutcomeKind
 from autotune.results.export import export_store
 from autotune.results.output_files import check_out
-from autotune.results.plan import Plan
 from autotune.results.report.build import SearchedSpace, study_report, without_secrets
-from autotune.results.report.html import plan_page, plan_report, study_page, write_page
+from autotune.results.report.html import study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, without_garbage_collection
@@ -39,8 +35,6 @@ if TYPE_CHECKING:
     import pandas
 
 # -- report ------------------------------------------------------------------------------------------------------------
-#
-# `autotune report`: a study as one HTML file.
 
 
 @without_garbage_collection()
@@ -104,20 +98,6 @@ def _searched(store: StudyStore) -> SearchedSpace | None:
         space = store.searched_space()
         return SearchedSpace(space, tuple(space.candidates(store.job)))
     return None
-
-
-def write_plan(plans: list[Plan], out: Path) -> None:
-    """Write the page of a plan, or a comparison of several.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    write_page(plan_page(plan_report(plans)), out)
-
-
-def open_in_browser(path: Path) -> bool:
-    """Open the file in a browser; return whether one was found."""
-    return webbrowser.open(path.resolve().as_uri())
 
 
 # -- Python --------------------------------------------------------------------------------------------------------------
@@ -211,8 +191,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
-#
-# `autotune record`: export of a study as a table that can be searched again without the machine.
 
 
 def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
@@ -281,8 +259,6 @@ def _facts(store: StudyStore) -> dict[str, Any]:
 
 
 # -- gallery -----------------------------------------------------------------------------------------------------------
-#
-# Commands `autotune share` and `autotune gallery check`.
 
 
 @dataclass(frozen=True)
@@ -343,12 +319,3 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
     except OSError as error:
         raise cannot_write(out, error, "choose another --out") from None
     return Shared(out, entry, len({one for one in tried if one.knobs}) - len(entry.candidates))
-
-
-def check_entries(files: Sequence[Path]) -> dict[Path, int]:
-    """Return the number of candidates of each entry.
-
-    Raises:
-        UserError: an entry breaks the schema, or has an impossible figure.
-    """
-    return {path: len(checked(path).candidates) for path in files}

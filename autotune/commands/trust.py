@@ -1,4 +1,9 @@
-"""Programs and settings that a study remembers, and permission to run them."""
+"""Programs and settings that a study remembers, and permission to run them.
+
+The reader's command line grants it, or the reader is asked; a study grants nothing. `run` stores a digest of each thing that its
+command line names, in the reader's own state folder. The reader's own studies are therefore launched without a question, on every
+machine with this home folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.commands.environment import VARIABLE
+from autotune.commands.environment import names_python
 from autotune.commands.request import Request
 from autotune.commands.setup import Setup
 from autotune.errors import UserError, readable
@@ -22,13 +27,6 @@ from autotune.script.recorded import RecordedItem, RecordedPython, code_of, knob
 from autotune.search.storage import DATABASES
 from autotune.search.study import StudyStore
 
-# -- trust -------------------------------------------------------------------------------------------------------------
-#
-# Trust in what a study names. The reader's command line grants it, or the reader is asked; a study grants nothing.
-#
-# `run` stores a digest of each thing that its command line names, in the reader's own state folder. The reader's own
-# studies are therefore launched without a question, on every machine with this home folder.
-
 Ask = Callable[[str], bool]
 _SHOWN = 4  # shown in an error's one line
 
@@ -37,14 +35,6 @@ def named_by(job: Job, python: str | RecordedPython | None) -> list[RecordedItem
     """Return everything that a `launch` of a study of this job and Python would run, load or write."""
     beside = [RecordedItem("Python", str(python))] if python is not None else []
     return [*beside, *code_of(job), *training_names(job)]
-
-
-def owner_of(path: Path | None) -> list[RecordedItem]:
-    """Return the owner of a study's file, if that is another user than the reader."""
-    with suppress(OSError):
-        if path is not None and (owner := path.stat().st_uid) != os.geteuid():
-            return [RecordedItem("study of another user:", f"{path} (uid {owner})")]
-    return []
 
 
 def accept(origin: str, named: Sequence[RecordedItem], *, trust: bool, ask: Ask | None) -> None:
@@ -118,9 +108,6 @@ def _digest(one: RecordedItem) -> str:
 
 
 # -- settings that a study remembers -----------------------------------------------------------------------------------
-#
-# Loader of the facts that a study keeps from its first call, so that later calls need not repeat them. The reader
-# accepts here what would run.
 
 
 class Remembered(NamedTuple):
@@ -145,7 +132,7 @@ def remembered_python(request: Request, ask: Ask | None) -> str | None:
         store = _store(request)
         if store is None:
             return None
-        python = None if _names_python(request) else store.python
+        python = None if names_python(request.python) else store.python
         beside = [RecordedItem("Python", str(python))] if python is not None else []
         accept(f"study {store.name}", [*_origin(store), *beside], trust=request.trust, ask=ask)
         return python.shown if python is not None else None
@@ -161,7 +148,7 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     store = _store(request)
     if store is None:
         return Remembered()
-    job, python = store.job, None if _names_python(request) else store.python
+    job, python = store.job, None if names_python(request.python) else store.python
     typed = [RecordedItem("option", text) for text in request.maps]
     rungs = stored_ladder(store.folder, store.name) if store.folder else []
     tried = [*(record.candidate for record in store.records()), *(rung.candidate for rung in rungs)]
@@ -171,7 +158,7 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     return Remembered(python.shown if python else None, maps, accepted)
 
 
-def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
+def accepted_table(setup: Setup, ask: Ask | None) -> Setup:
     """Return the setup of `run` with a replayed table's job accepted: its model is traced.
 
     Raises:
@@ -179,7 +166,7 @@ def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
     """
     if setup.replay_table is None:
         return setup
-    job = accept_job(f"table {setup.replay_table.name}", setup.job, trust=request.trust, ask=ask)
+    job = accept_job(f"table {setup.replay_table.name}", setup.job, trust=setup.request.trust, ask=ask)
     return dataclasses.replace(setup, job=job)
 
 
@@ -196,12 +183,13 @@ def _store(request: Request) -> StudyStore | None:
 
 def _origin(store: StudyStore) -> list[RecordedItem]:
     """Return the owner of a study's file, if that is another user than the reader, and linked folders that trials write to."""
-    if store.folder is None or not store.folder.is_dir():
+    folder = store.folder
+    if folder is None or not folder.is_dir():
         return []
-    links = [entry for entry in sorted(store.folder.iterdir()) if entry.is_symlink() and entry.is_dir()]
-    owners = owner_of(next((store.folder / file for file in DATABASES if (store.folder / file).exists()), None))
-    return [*owners, *(RecordedItem("linked folder", f"{link} to {link.resolve()}") for link in links)]
-
-
-def _names_python(request: Request) -> bool:
-    return request.python is not None or bool(os.environ.get(VARIABLE, "").strip())
+    links = [entry for entry in sorted(folder.iterdir()) if entry.is_symlink() and entry.is_dir()]
+    found = [RecordedItem("linked folder", f"{link} to {link.resolve()}") for link in links]
+    file = next((folder / file for file in DATABASES if (folder / file).exists()), None)
+    with suppress(OSError):
+        if file is not None and (owner := file.stat().st_uid) != os.geteuid():
+            found.insert(0, RecordedItem("study of another user:", f"{file} (uid {owner})"))
+    return found

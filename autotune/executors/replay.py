@@ -22,7 +22,8 @@ from typing import Any
 from autotune.errors import UserError, did_you_mean
 from autotune.executors.base import Executor, MeasureSpec, Session, too_slow_outcome
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
-from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
+from autotune.problem.gpu_specs import GpuFacts, gpu_table, named_gpu
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Lora
 from autotune.problem.knobs import knob_value
 from autotune.problem.models import CAUSAL, ModelSpec, resolve_model

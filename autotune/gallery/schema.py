@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,8 @@ from autotune._version import __version__
 from autotune.errors import UserError
 from autotune.predict.step_time import matmul_parameters, model_flops_per_token
 from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read, job_with_candidate
-from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
+from autotune.problem.gpu_specs import GpuFacts, gpu_table
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
 from autotune.problem.knobs import Knob
 from autotune.problem.models import CAUSAL, SHAPE_KEYS, TASKS, ModelSpec, invalid_size_reason, shipped_models
@@ -27,6 +28,7 @@ from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
 from autotune.util.bounds import bounded_bytes
+from autotune.util.files import shipped_json
 from autotune.util.units import GIB
 
 # Names of layers in public architectures. A LoRA on other layers is recorded as one on all layers.
@@ -411,7 +413,7 @@ def _troubles(entry: Entry) -> Iterator[str]:
                 "one of them is of another model"
             )
     for at, one in enumerate(entry.candidates):
-        if why := _trouble(entry, one):
+        for why in _troubles_of(entry, one):
             yield f"candidates[{at}].{why}"
 
 
@@ -419,75 +421,50 @@ def _has_experts(trained: Trained) -> bool:
     return any("expert" in key for key in trained.shape)
 
 
-def _trouble(entry: Entry, one: Tried) -> str | None:
-    """Return the impossible field and the reason, or None."""
-    if (
-        one.peak_gib is not None
-        and one.outcome == OutcomeKind.OK
-        and one.peak_gib > ABOVE_MEMORY * entry.machine.memory_gib
-    ):
-        return f"peak_gib: {one.peak_gib:g} GiB are more than the card's {entry.machine.memory_gib:g}, and it ran"
-    if one.step_seconds is None or one.tokens_per_second is None or one.samples_per_second is None:
-        return None
-    if why := _counted_otherwise(entry, one):
-        return why
-    job = job_with_candidate(entry.job.job(entry.machine.count), one.candidate)
-    flops = model_flops_per_token(job) or _least_flops(entry)
-    if flops is None:
-        return None
+def _troubles_of(entry: Entry, one: Tried) -> Iterator[str]:
+    """Yield each impossible figure of a candidate that ran, with the reason."""
+    machine, trained, candidate = entry.machine, entry.job, one.candidate
+    step_seconds, samples, tokens = one.step_seconds, one.samples_per_second, one.tokens_per_second
+    if step_seconds is None or samples is None or tokens is None:
+        return
+    if one.peak_gib is not None and one.peak_gib > ABOVE_MEMORY * machine.memory_gib:
+        yield f"peak_gib: {one.peak_gib:g} GiB are more than the card's {machine.memory_gib:g}, and it ran"
+    sequences = candidate.rows_per_rank * machine.count
+    packs = trained.packed or bool(candidate.get("packing", False))
+    if not packs and abs(samples * step_seconds / sequences - 1) > COUNTED_ALIKE:
+        yield (
+            f"samples_per_second: {samples:g} times a step of {step_seconds:g} s is not the {sequences} samples of its step"
+        )
+    of_sample = tokens / samples
+    if not 1 / OTHER_LENGTHS < of_sample / trained.tokens_per_sample < OTHER_LENGTHS:
+        yield (
+            f"tokens_per_second: {of_sample:.4g} tokens a sample, and job.tokens_per_sample says "
+            f"{trained.tokens_per_sample:g}"
+        )
+    job = job_with_candidate(trained.job(machine.count), candidate)
+    flops = model_flops_per_token(job)
+    if not flops and trained.parameters is not None and not _has_experts(trained):
+        flops = FORWARD_AND_BACKWARD * ALL_BUT_EMBEDDINGS * trained.parameters
     # Padding counts as work, but not in tokens per second.
-    tokens = one.tokens_per_second / (job.ranks * 1e12)
-    used, peak = flops * tokens, _peak_tflops(entry)
+    used = (flops or 0.0) * (tokens / (job.ranks * 1e12))
+    peak, card = _peak_tflops(machine)
     if used > peak:
-        return (
-            f"tokens_per_second: {one.tokens_per_second:g} tokens a second are {used:.3g} TFLOP/s a device, and "
-            f"{_card(entry)} computes at most {peak:g}"
+        yield (
+            f"tokens_per_second: {tokens:g} tokens a second are {used:.3g} TFLOP/s a device, and {card} computes at most "
+            f"{peak:g}"
         )
-    return None
 
 
-def _counted_otherwise(entry: Entry, one: Tried) -> str | None:
-    assert one.step_seconds is not None
-    assert one.samples_per_second is not None
-    assert one.tokens_per_second is not None
-    candidate = one.candidate
-    sequences = candidate.rows_per_rank * entry.machine.count
-    packs = entry.job.packed or bool(candidate.get("packing", False))
-    if not packs and abs(one.samples_per_second * one.step_seconds / sequences - 1) > COUNTED_ALIKE:
-        return (
-            f"samples_per_second: {one.samples_per_second:g} times a step of {one.step_seconds:g} s is not the "
-            f"{sequences} samples of its step"
-        )
-    tokens = one.tokens_per_second / one.samples_per_second
-    if not 1 / OTHER_LENGTHS < tokens / entry.job.tokens_per_sample < OTHER_LENGTHS:
-        return (
-            f"tokens_per_second: {tokens:.4g} tokens a sample, and job.tokens_per_sample says "
-            f"{entry.job.tokens_per_sample:g}"
-        )
-    return None
-
-
-def _least_flops(entry: Entry) -> float | None:
-    if entry.job.parameters is None or _has_experts(entry.job):
-        return None
-    return FORWARD_AND_BACKWARD * ALL_BUT_EMBEDDINGS * entry.job.parameters
-
-
-def _peak_tflops(entry: Entry) -> float:
-    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32).
+def _peak_tflops(machine: Machine) -> tuple[float, str]:
+    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32), and the card in words.
 
     An unknown card gets the peak of the fastest known one.
     """
-    if entry.machine.device == "cpu":
-        return CPU_TFLOPS
-    facts = entry.machine.facts
-    return facts.tflops if facts is not None else max(row.tflops for row in gpu_table().values())
-
-
-def _card(entry: Entry) -> str:
-    if entry.machine.device == "cpu":
-        return "a rank on a processor"
-    return f"a {entry.machine.gpu}" if entry.machine.gpu else "the fastest card known"
+    if machine.device == "cpu":
+        return CPU_TFLOPS, "a rank on a processor"
+    if machine.facts is not None:
+        return machine.facts.tflops, f"a {machine.gpu}"
+    return max(row.tflops for row in gpu_table().values()), "the fastest card known"
 
 
 # -- entry of a study --------------------------------------------------------------------------------------------------
@@ -560,7 +537,7 @@ def public_lora(text: str) -> str:
     lora = parse_lora(text)
     targets = lora.targets if set(lora.targets) <= PUBLIC_TARGETS else ("all-linear",)
     saved = tuple(name for name in lora.saved if name in PUBLIC_TARGETS)
-    return str(type(lora)(lora.rank, targets, lora.alpha, saved, lora.dropout, lora.fp32))
+    return str(dataclasses.replace(lora, targets=targets, saved=saved))
 
 
 def _tried(knobs: dict[str, Value], outcome: Outcome) -> Tried:
@@ -648,7 +625,7 @@ def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
 @cache
 def public_architectures() -> frozenset[str]:
     """Return transformers' own names of architectures."""
-    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
+    tasks = shipped_json("tasks.json")
     names = {spec.config.get("model_type") for spec in shipped_models().values()}
     for listed in tasks.values():
         if isinstance(listed, list):

@@ -579,7 +579,7 @@ class _Breakdowns:
     prepared: Prepared
     table: Table
     margins: Floats  # standard deviations, from `Predictor.margins`
-    constants: Floats  # of memory, in the order of MEMORY_CONSTANTS
+    constants: Floats  # memory constants, in the order of MEMORY_CONSTANTS
     spent: StepSeconds
 
     def __post_init__(self) -> None:

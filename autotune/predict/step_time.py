@@ -20,7 +20,8 @@ from autotune.predict.zero_memory import (
     quantized_sizes,
 )
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
+from autotune.problem.gpu_specs import GpuFacts
+from autotune.problem.hardware import Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
 from autotune.problem.models import (
     CAUSAL,

@@ -31,6 +31,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
 from autotune.rank.sandbox import remove
+from autotune.util.bounds import bounded_bytes
 from autotune.util.entry_points import NOT_PROTECTED, TRACER
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, sandboxed_command
@@ -138,7 +139,7 @@ def trace_job(
 def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
     """Return the cached answer of an earlier call whose trace timed out after at least as many seconds, or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known: dict[str, Any] = json.loads(bounded_bytes(path, stored=True))
         return known if known["late_seconds"] >= timeout_seconds else None
     return None
 
@@ -181,7 +182,7 @@ def _run_tracer(
     interpreter: Interpreter,
     agreed: bool,
 ) -> tuple[str, str]:
-    """Run a tracer in a sandbox, and return its stdout and stderr. It may call the user's workload, or the model's own code.
+    """Run a tracer in a sandbox, and return its stdout and stderr. User code may run: a workload, or the model's own code.
 
     Without `--sizes` it sees no GPU.
 

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from autotune.predict.step_time import dense_shape, layer_parameters, matmul_par
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, loss_in_kernel
-from autotune.util.files import cache_root
+from autotune.util.bounds import bounded_bytes
+from autotune.util.files import cache_root, shipped_json
 
 RUNS_IT = ("torch", "transformers")
 VERSION = 9  # of what the tracer finds: raise it when that changes
@@ -82,14 +82,14 @@ def cache_path(job: Job, loss: str, device: str = "cuda", versions: Mapping[str,
 def cached(path: Path) -> Trace | None:
     """Return the trace in a file of the cache; None if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Trace.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Trace.from_json(json.loads(bounded_bytes(path, stored=True)))
     return None
 
 
 @functools.cache
 def _shipped() -> tuple[dict[str, str], dict[str, Any]]:
     """Return (versions of what made the shipped traces, traces by cache key) from `data/traces.json`."""
-    data = json.loads((resources.files("autotune") / "data" / "traces.json").read_text(encoding="utf-8"))
+    data = shipped_json("traces.json")
     usable = data["version"] == VERSION  # otherwise an older tracer made them
     return data["versions"], data["traces"] if usable else {}
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
+from autotune.util.files import shipped_json
 
 PLENTY = 2**50  # bytes of main memory that hold any offload
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
@@ -417,5 +416,5 @@ def measured_cards() -> frozenset[str]:
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
     """Return the rows of `data/predictor_error.json`."""
-    data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text(encoding="utf-8"))
+    data = shipped_json("predictor_error.json")
     return tuple(PublishedRow(**{**row, "kind": JobKind(**row["kind"])}) for row in data["rows"])

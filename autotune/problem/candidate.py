@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.problem.ds_config import in_new_names
+from autotune.problem.ds_config import in_new_names, value_at
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
 from autotune.problem.job import Job, Script, parse_lora, under_lightning
 from autotune.problem.knobs import (
@@ -85,11 +85,6 @@ ZERO_DEFAULTS: dict[str, float] = {
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
 }
-
-
-def _settings(text: str) -> list[str]:
-    """Split an allocator variable at its commas, except those in brackets (`roundup_power2_divisions:[256:1,>:4]`)."""
-    return [one.strip() for one in re.split(r",(?![^\[]*\])", text) if one.strip()]
 
 
 @dataclass(frozen=True)
@@ -197,18 +192,18 @@ class Candidate:
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):
-            section = config.get(precision)
-            if precision == job.precision:
-                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": True}
-            elif section is not None:
-                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": False}
+            section, used = config.get(precision), precision == job.precision
+            if used or section is not None:
+                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": used}
         return config
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that a process must have before torch first allocates CUDA memory, given its `own`."""
         if EXPANDABLE not in self.as_dict:
             return {}
-        settings = _settings(next((own[name] for name in ALLOCATOR_VARIABLES if own.get(name)), ""))
+        text = next((own[name] for name in ALLOCATOR_VARIABLES if own.get(name)), "")
+        # commas in brackets do not separate settings (`roundup_power2_divisions:[256:1,>:4]`)
+        settings = [one.strip() for one in re.split(r",(?![^\[]*\])", text) if one.strip()]
         others = [one for one in settings if one.partition(":")[0].rstrip() != EXPANDABLE]
         on = bool(self.get(EXPANDABLE))
         if not on and others == settings:
@@ -254,9 +249,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Value]:
     config = in_new_names(config)
     found: dict[str, Value] = {}
     for name, knob in KNOBS.items():
-        value: Any = config if knob.path else None
-        for part in (knob.path or "").split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = value_at(config, knob.path.split(".")) if knob.path else None
         if isinstance(value, float) and knob.kind is not float:
             value = int(value) if value.is_integer() else None  # 5e8
         if isinstance(value, bool | int | float | str) and value != "auto":

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ def named_config(name: str | Path) -> Any:
 # The user's own DeepSpeed config, read and validated once, so that later code can rely on the shape of its sections.
 
 BATCH = "train_batch_size"
+_MISSING = object()
 # Sections that DeepSpeed reads as objects (0.19.8, runtime/config.py and its callees); these may also be null.
 _NULLABLE = (
     *(ZERO + name for name in ("offload_optimizer", "offload_param", "zenflow")),
@@ -118,8 +119,8 @@ _SECTIONS = (
     *_NULLABLE,
 )
 _CHECKED = {knob.path: knob for knob in KNOBS.values() if knob.path}
-_CHECKED |= {BATCH: Knob(BATCH, int, low=1), "gradient_clipping": Knob("gradient_clipping", float)}
-_CHECKED |= {f"{name}.enabled": Knob(f"{name}.enabled", bool) for name in ("bf16", "fp16", "bfloat16")}
+_CHECKED |= {BATCH: Knob(int, low=1), "gradient_clipping": Knob(float)}
+_CHECKED |= {f"{name}.enabled": Knob(bool) for name in ("bf16", "fp16", "bfloat16")}
 _MAY_BE_NULL = (ZERO + "overlap_comm", "communication_data_type", "data_types.grad_accum_dtype")
 # Keys for which `"auto"` is documented: transformers 5.23, integrations/deepspeed.py, and accelerate 1.15, utils/deepspeed.py. In
 # any other checked key the word reaches DeepSpeed, which refuses it.
@@ -170,19 +171,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, problem) for every problem."""
     for key in _SECTIONS:
-        there, section = _at(data, key)
-        if there and not isinstance(section, dict) and not (section is None and key in _NULLABLE):
+        section = value_at(data, key.split("."), {})
+        if not isinstance(section, dict) and not (section is None and key in _NULLABLE):
             yield key, f"expected an object, found {repr(section)[:60]}"
-    for key in ("optimizer.type", "scheduler.type"):
-        there, name = _at(data, key)
-        if there and not (isinstance(name, str) and name):
-            yield (
-                key,
-                f"expected a name like {'AdamW' if key[0] == 'o' else 'WarmupLR'}, found {name!r}; or leave it out",
-            )
+    for key, example in (("optimizer.type", "AdamW"), ("scheduler.type", "WarmupLR")):
+        name = value_at(data, key.split("."), example)
+        if not (isinstance(name, str) and name):
+            yield key, f"expected a name like {example}, found {name!r}; or leave it out"
     for key, knob in _CHECKED.items():
-        there, value = _at(data, key)
-        if not there or (value == "auto" and key in _AUTO) or (value is None and key in _MAY_BE_NULL):
+        value = value_at(data, key.split("."), _MISSING)
+        if value is _MISSING or (value == "auto" and key in _AUTO) or (value is None and key in _MAY_BE_NULL):
             continue
         if key in _MAY_BE_NULL and isinstance(knob.kind, tuple) and isinstance(value, str):
             continue  # DeepSpeed accepts more names of a dtype
@@ -198,13 +196,13 @@ def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"expected a finite number, found {value!r}"
 
 
-def _at(data: Any, key: str) -> tuple[bool, Any]:
-    """Return whether a dotted key exists, and its value."""
-    for part in key.split("."):
-        if not isinstance(data, dict) or part not in data:
-            return False, None
-        data = data[part]
-    return True, data
+def value_at(data: Any, keys: Sequence[str], default: Any = None) -> Any:
+    """Return the value below these keys, from the top; the default if there is none."""
+    for key in keys:
+        if not isinstance(data, Mapping) or key not in data:
+            return default
+        data = data[key]
+    return data
 
 
 # Sizes of groups of ranks that share a model (0.19.8, tensor_parallel/config.py, module_inject/auto_ep_config.py, pipe/).
@@ -223,9 +221,8 @@ def check_whole_model(config: dict[str, Any], file: Path | None) -> None:
         UserError: the config splits the model over ranks.
     """
     for key in _GROUP_SIZES:
-        _, size = _at(config, key)
-        section = config.get(key.partition(".")[0])
-        off = isinstance(section, dict) and section.get("enabled") is False
+        size = value_at(config, key.split("."))
+        off = value_at(config, (key.partition(".")[0], "enabled")) is False
         if isinstance(size, int) and size > 1 and not off:
             raise UserError(
                 f"{file}: {key} {size} splits the model over ranks. `plan` and `run --model` give each rank the whole model. "
@@ -246,11 +243,7 @@ SIXTEEN_BITS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section o
 
 def sixteen_bits_enabled(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `enabled` of each section of SIXTEEN_BITS: a bool or `"auto"`; False if the config lacks the section."""
-    sections = {name: config.get(name) for name in SIXTEEN_BITS}
-    return {
-        name: section.get("enabled", False) if isinstance(section, Mapping) else False
-        for name, section in sections.items()
-    }
+    return {name: value_at(config, (name, "enabled"), False) for name in SIXTEEN_BITS}
 
 
 def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str]:

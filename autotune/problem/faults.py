@@ -7,17 +7,17 @@ that training (`facts_of`). A condition is a list of allowed values, or `{"from"
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
-from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, sixteen_bits_enabled
+from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, sixteen_bits_enabled, value_at
 from autotune.problem.job import Job
+from autotune.util.files import shipped_json
 from autotune.versions import dotted, release
 
 Facts = Mapping[str, Any]
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ def _holds(wanted: Any, value: Any) -> bool:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = (resources.files("autotune") / "data" / "deepspeed_faults.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
+    return dict(shipped_json("deepspeed_faults.json"))
 
 
 @functools.cache
@@ -73,15 +71,12 @@ def removed_keys(config: Mapping[str, Any], deepspeed: tuple[int, ...]) -> Itera
     Source: deepspeed 0.19.8, runtime/config.py, `_reject_removed_config_keys`.
     """
     for row in _table()["removed"]:
-        *sections, leaf = row["key"].split(".")
-        inside: Any = config
-        for section in sections:
-            inside = inside.get(section) if isinstance(inside, Mapping) else None
-        if deepspeed < release(row["since"]) or not isinstance(inside, Mapping) or leaf not in inside:
+        found = value_at(config, row["key"].split("."), _MISSING)
+        if deepspeed < release(row["since"]) or found is _MISSING:
             continue
         values = [str(one).lower() for one in row.get("values", ())]
-        if not values or str(inside[leaf]).lower() in values:
-            what = f"{inside[leaf]!r}" if values else "this key, whatever its value"
+        if not values or str(found).lower() in values:
+            what = f"{found!r}" if values else "this key, whatever its value"
             yield row["key"], f"deepspeed {dotted(deepspeed)} refuses {what}: {row.get('instead', 'leave it out')}"
 
 
@@ -129,28 +124,22 @@ def _known(facts: Facts) -> dict[str, Any]:
 
 
 def _config_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    zero, compiler, optimizer, types = (
-        section if isinstance(section := config.get(name), Mapping) else {}
-        for name in ("zero_optimization", "compile", "optimizer", "data_types")
-    )
-    stage = zero.get("stage", 0)
-    devices = [
-        place.get("device", "none") if isinstance(place := zero.get(f"offload_{what}"), Mapping) else "none"
-        for what in ("optimizer", "param")
-    ]
-    overlap = zero.get("overlap_comm")
+    zero = functools.partial(value_at, config.get("zero_optimization"))
+    stage = zero(("stage",), 0)
+    devices = [zero((f"offload_{what}", "device"), "none") for what in ("optimizer", "param")]
+    overlap = zero(("overlap_comm",))
     return {
         "stage": stage,
         "precision": _precision(config),
         "accumulation": _accumulation(config),
-        "grad_accum_dtype": types.get("grad_accum_dtype"),
+        "grad_accum_dtype": value_at(config, ("data_types", "grad_accum_dtype")),
         "offload_optimizer": devices[0],
         "offloads": devices != ["none", "none"],
         "overlap_comm": stage == 3 if overlap is None else overlap,  # DeepSpeed's default by stage
-        "contiguous_gradients": zero.get("contiguous_gradients", True),
-        "reduce_scatter": zero.get("reduce_scatter", True),
-        "deepcompile": compiler.get("deepcompile", False),
-        **_optimizer_facts(optimizer, devices[0]),
+        "contiguous_gradients": zero(("contiguous_gradients",), True),
+        "reduce_scatter": zero(("reduce_scatter",), True),
+        "deepcompile": value_at(config, ("compile", "deepcompile"), False),
+        **_optimizer_facts(config, devices[0]),
     }
 
 
@@ -165,12 +154,11 @@ def _precision(config: Mapping[str, Any]) -> str | None:
     return on or (None if "auto" in said.values() else "fp32")
 
 
-def _optimizer_facts(optimizer: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _optimizer_facts(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return facts of a config's optimizer (deepspeed 0.19.8, engine.py, `_configure_basic_optimizer`)."""
-    if not isinstance(kind := optimizer.get("type"), str):
+    if not isinstance(kind := value_at(config, ("optimizer", "type")), str):
         return {}
-    params = optimizer.get("params")
-    torchs = isinstance(params, Mapping) and bool(params.get("torch_adam"))
+    torchs = bool(value_at(config, ("optimizer", "params", "torch_adam")))
     return {
         "optimizer": kind.lower(),
         "fused_optimizer": kind.lower() in ("adam", "adamw") and not torchs and place == "none",

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from autotune.errors import UserError, did_you_mean
 from autotune.problem.nvml import open_nvml
+from autotune.util.files import shipped_json
 from autotune.util.units import GIB
 
 # -- GPU table ---------------------------------------------------------------------------------------------------------
@@ -54,8 +53,7 @@ class GpuFacts:
 @cache
 def gpu_table() -> dict[str, GpuFacts]:
     """Return the rows of `data/gpus.json` by name."""
-    text = (resources.files("autotune") / "data" / "gpus.json").read_text(encoding="utf-8")
-    rows = json.loads(text)["gpus"]
+    rows = shipped_json("gpus.json")["gpus"]
     return {row["name"]: GpuFacts(**row, bf16=row["compute_capability"] >= _AMPERE) for row in rows}
 
 
@@ -323,8 +321,7 @@ class Price:
 @cache
 def price_table() -> dict[str, Price]:
     """Return prices by the names of `data/gpus.json`; a card without a listed price is missing."""
-    rows = json.loads((resources.files("autotune") / "data" / "prices.json").read_text(encoding="utf-8"))["prices"]
-    return {row["gpu"]: Price(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}
+    return {row.pop("gpu"): Price(**row) for row in shipped_json("prices.json")["prices"]}
 
 
 # -- cloud machines ----------------------------------------------------------------------------------------------------
@@ -350,8 +347,7 @@ class CloudMachine:
 @cache
 def cloud_machines() -> dict[str, CloudMachine]:
     """Return the common cloud machine of each card by the names of `data/gpus.json`; a card that none has is missing."""
-    rows = json.loads((resources.files("autotune") / "data" / "hosts.json").read_text(encoding="utf-8"))["hosts"]
-    return {row["gpu"]: CloudMachine(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}
+    return {row.pop("gpu"): CloudMachine(**row) for row in shipped_json("hosts.json")["hosts"]}
 
 
 def default_host_bytes(name: str, gpus_per_node: int) -> int:

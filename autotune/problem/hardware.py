@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from autotune.problem.gpu_specs import (
     named_gpu,
     unlisted_gpu_facts,
 )
-from autotune.problem.host_memory import host_available_bytes
+from autotune.problem.host_memory import cgroup_folders, host_available_bytes
 from autotune.problem.nvml import (
     BY_BUS,
     ORDER,
@@ -35,22 +34,9 @@ from autotune.problem.nvml import (
     unseen_gpu,
 )
 from autotune.problem.outcome import OutcomeKind
+from autotune.util.bounds import known_fields
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
-
-__all__ = [
-    "CARD_APART",
-    "MAIN_MEMORY_APART",
-    "GpuFacts",
-    "Hardware",
-    "detect",
-    "facts_for",
-    "gpu_table",
-    "named_gpu",
-    "named_hardware",
-    "threads_per_rank",
-    "usable_cpus",
-]
 
 # -- hardware ----------------------------------------------------------------------------------------------------------
 #
@@ -194,9 +180,7 @@ class Hardware:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hardware:
         """Return the hardware of JSON data; ignore unknown keys."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {key: value for key, value in data.items() if key in known}
-        return cls(**{**values, "gpus": tuple(values.get("gpus", ()))})
+        return cls(**{**known_fields(cls, data), "gpus": tuple(data.get("gpus", ()))})
 
     def __str__(self) -> str:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
@@ -331,13 +315,9 @@ def _detect_cpu(gpus: int | None) -> Hardware:
         )
     host = host_available_bytes()
     name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return Hardware("cpu", f"CPU rank of {name}", count, int(host * 0.9) // count, None, host)
 
 
@@ -347,13 +327,10 @@ def _detect_cpu(gpus: int | None) -> Hardware:
 #
 # `os.cpu_count()` ignores both limits: in a container of 8 CPUs on a machine of 128 it returns 128.
 
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")  # mount point under systemd, Docker and Kubernetes
-
 
 def usable_cpus() -> int:
     """Return the number of CPUs whose time this process can have, at least 1."""
-    shares = [share for folder in _folders() if (share := _share(folder)) is not None]
+    shares = [share for folder, _ in cgroup_folders("cpu") if (share := _share(folder)) is not None]
     return max(1, int(min([float(len(os.sched_getaffinity(0))), *shares])))
 
 
@@ -367,26 +344,6 @@ def threads_per_rank(ranks: int) -> int:
     if own.isdigit() and int(own) > 0:
         return int(own)
     return max(1, usable_cpus() // ranks)
-
-
-def _folders() -> Iterator[Path]:
-    """Yield the folders of this process's CPU cgroup and of all visible ancestors.
-
-    In a container the file may name a path of the host, which does not exist inside. Then the mount is the container's own
-    cgroup.
-    """
-    lines = []
-    with suppress(OSError):
-        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = CGROUPS / controllers  # version 2 names no controllers and is mounted at the top
-        own = mount / path.strip("/")
-        for folder in (own, *own.parents) if own.is_dir() else (mount,):
-            if folder.is_relative_to(mount):
-                yield folder
 
 
 def _share(folder: Path) -> float | None:

@@ -23,7 +23,6 @@ PROC = Path("/proc/self")
 class _Controller:
     """File names of one version of cgroups: Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst."""
 
-    filesystem: str
     limits: tuple[str, ...]  # above `high` the kernel does not kill, but slows the group to a crawl
     used: str
     reclaimable: tuple[str, str]  # lines of memory.stat: cached files, which the kernel reclaims
@@ -32,7 +31,6 @@ class _Controller:
 
 
 _V1 = _Controller(
-    "cgroup",
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_active_file", "total_inactive_file"),
@@ -40,8 +38,9 @@ _V1 = _Controller(
     "memory.oom_control",
 )
 _V2 = _Controller(
-    "cgroup2", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"), "", "memory.events"
+    ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"), "", "memory.events"
 )
+_VERSIONS = {"cgroup": _V1, "cgroup2": _V2}  # by file system
 
 
 def host_total_bytes() -> int:
@@ -65,7 +64,8 @@ def kernel_oom_kills() -> int:
 
     The counter is that of the process's own cgroup, else that of the machine.
     """
-    for file in (*(folder / controller.events for folder, controller in _groups()), Path("/proc/vmstat")):
+    events = (folder / _VERSIONS[filesystem].events for folder, filesystem in cgroup_folders("memory"))
+    for file in (*events, Path("/proc/vmstat")):
         for line in _lines(file):
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
@@ -77,7 +77,8 @@ def _limited(machine_bytes: int) -> Iterator[tuple[int, int]]:
 
     Cached files that the kernel would reclaim do not count as used.
     """
-    for folder, controller in _groups():
+    for folder, filesystem in cgroup_folders("memory"):
+        controller = _VERSIONS[filesystem]
         limits = [_number(line) for file in controller.limits for line in _lines(folder / file)]
         # Version 1 writes "no limit" as a number above any machine's memory, version 2 as a word.
         limit = min(limits, default=math.inf)
@@ -91,12 +92,18 @@ def _limited(machine_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def _groups() -> tuple[tuple[Path, _Controller], ...]:
-    """Return the folders of this process's memory cgroup and of all visible ancestors; they do not change during its life."""
-    paths = _paths()
-    found: list[tuple[Path, _Controller]] = []
-    for controller, mount, root in _mounts():
-        path = paths.get(controller.filesystem)
+def cgroup_folders(controller: str) -> tuple[tuple[Path, str], ...]:
+    """Return the folders of this process's cgroup and of all visible ancestors, with their file system (`cgroup`, `cgroup2`).
+
+    They do not change during the life of a process.
+
+    Args:
+        controller: `memory` or `cpu`.
+    """
+    paths = _paths(controller)
+    found: list[tuple[Path, str]] = []
+    for filesystem, mount, root in _mounts(controller):
+        path = paths.get(filesystem)
         if path is None:
             continue
         # Inside a container the mount shows only the hierarchy below `root`. A path outside of it is relative to the namespace's
@@ -104,32 +111,30 @@ def _groups() -> tuple[tuple[Path, _Controller], ...]:
         inner = path[len(root) :] if root != "/" and path.startswith(root) else path
         own = mount if inner.startswith("/..") else mount / inner.strip("/")
         own = own if own.is_dir() else mount
-        found += [(folder, controller) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+        found += [(folder, filesystem) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
     return tuple(found)
 
 
-def _paths() -> dict[str, str]:
-    """Return a mapping from the file system of each cgroup version to this process's path in its memory hierarchy."""
+def _paths(controller: str) -> dict[str, str]:
+    """Return a mapping from the file system of each cgroup version to this process's path in the controller's hierarchy."""
     found = {}
     for line in _lines(PROC / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found[_V2.filesystem] = path
-        elif "memory" in controllers.split(","):
-            found[_V1.filesystem] = path
+            found["cgroup2"] = path
+        elif controller in controllers.split(","):
+            found["cgroup"] = path
     return found
 
 
-def _mounts() -> Iterator[tuple[_Controller, Path, str]]:
-    """Yield (controller, mount point, mounted part of the hierarchy). Source: proc(5), /proc/pid/mountinfo."""
+def _mounts(controller: str) -> Iterator[tuple[str, Path, str]]:
+    """Yield (file system, mount point, mounted part of the hierarchy). Source: proc(5), /proc/pid/mountinfo."""
     for line in _lines(PROC / "mountinfo"):
         mounted, _, kind = line.partition(" - ")
         filesystem, _, options = kind.split(" ", 2)
         root, mount = mounted.split(" ")[3:5]
-        if filesystem == _V2.filesystem:
-            yield _V2, Path(mount), root
-        elif filesystem == _V1.filesystem and "memory" in options.split(","):
-            yield _V1, Path(mount), root
+        if filesystem == "cgroup2" or (filesystem == "cgroup" and controller in options.split(",")):
+            yield filesystem, Path(mount), root
 
 
 def _number(text: str) -> float:

@@ -129,41 +129,27 @@ def _imports(statement: ast.stmt) -> set[str]:
 
 
 def _settings(statement: ast.stmt) -> Iterator[Setting]:
+    pairs: list[tuple[ast.expr | None, ast.expr]] = []
+    default = False
     match statement:
-        case ast.Assign(targets=targets, value=ast.Constant(value=str(value))):
-            for target in targets:
-                match target:
-                    case ast.Subscript(value=where, slice=ast.Constant(value=str(name))) if _is_environ(where):
-                        yield Setting(name, value, False)
-        case ast.AugAssign(target=where, op=ast.BitOr(), value=ast.Dict() as pairs) if _is_environ(where):
-            yield from _of_a_dict(pairs)
+        case ast.Assign(targets=targets, value=value):
+            pairs = [(one.slice, value) for one in targets if isinstance(one, ast.Subscript) and _is_environ(one.value)]
+        case ast.AugAssign(target=where, op=ast.BitOr(), value=ast.Dict() as added) if _is_environ(where):
+            pairs = [*zip(added.keys, added.values, strict=True)]
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=where, attr=method), args=arguments, keywords=named)):
-            yield from _of_a_call(where, method, arguments, named)
-
-
-def _of_a_call(
-    where: ast.expr, method: str, arguments: Sequence[ast.expr], named: Sequence[ast.keyword]
-) -> Iterator[Setting]:
-    match method, arguments:
-        case "setdefault", [ast.Constant(value=str(name)), ast.Constant(value=str(value))] if _is_environ(where):
-            yield Setting(name, value, True)
-        case "putenv", [ast.Constant(value=str(name)), ast.Constant(value=str(value))]:
-            yield Setting(name, value, False)
-        case "update", _ if _is_environ(where):
-            for pairs in arguments:
-                if isinstance(pairs, ast.Dict):
-                    yield from _of_a_dict(pairs)
-            for one in named:
-                match one:
-                    case ast.keyword(arg=str(name), value=ast.Constant(value=str(value))):
-                        yield Setting(name, value, False)
-
-
-def _of_a_dict(pairs: ast.Dict) -> Iterator[Setting]:
-    for key, said in zip(pairs.keys, pairs.values, strict=True):
-        match key, said:
-            case ast.Constant(value=str(name)), ast.Constant(value=str(value)):
-                yield Setting(name, value, False)
+            match method, arguments:
+                case "setdefault", [name, value] if _is_environ(where):
+                    pairs, default = [(name, value)], True
+                case "putenv", [name, value]:
+                    pairs = [(name, value)]
+                case "update", _ if _is_environ(where):
+                    dicts = [one for one in arguments if isinstance(one, ast.Dict)]
+                    pairs = [pair for one in dicts for pair in zip(one.keys, one.values, strict=True)]
+                    pairs += [(ast.Constant(one.arg), one.value) for one in named]
+    for pair in pairs:
+        match pair:
+            case ast.Constant(value=str(variable)), ast.Constant(value=str(text)):
+                yield Setting(variable, text, default)
 
 
 def _is_environ(where: ast.expr) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
 from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec, attention_heads
-from autotune.util.bounds import display_value, parse_json, read_text, whole_number
+from autotune.util.bounds import display_value, known_fields, parse_json, read_text, used_fields, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import format_bytes
 
@@ -71,22 +71,12 @@ class Lora:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
         """Return the LoRA settings of JSON data."""
-        return cls(
-            data["rank"],
-            tuple(data["targets"]),
-            data["alpha"],
-            tuple(data.get("saved", ())),
-            data.get("dropout", 0.0),
-            data.get("fp32", False),
-            data.get("quantize", ""),
-        )
+        names = {"targets": tuple(data["targets"]), "saved": tuple(data.get("saved", ()))}
+        return cls(**{**known_fields(cls, data), **names})
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON; unused fields that older studies do not know are left out."""
-        data = dataclasses.asdict(self)
-        return {
-            name: value for name, value in data.items() if value or name not in ("saved", "dropout", "fp32", "quantize")
-        }
+        return used_fields(self, ("targets", "alpha"))
 
     def __str__(self) -> str:
         """Return the text that `parse_lora` reads."""
@@ -170,6 +160,12 @@ class Script:
             made[name] = tuple((first, second) for first, second in data.get(name, ()))
         made["files"] = tuple(ArgumentFile(**one) for one in data.get("files", ()))
         return cls(**{**data, **made})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the script as JSON data, without unused fields that older studies do not know, and without `sources`."""
+        data = used_fields(self, ("flags", "worst_case", "ds_config"))
+        data["profile"].pop("sources", None)  # a fingerprint holds them outside the job
+        return data
 
     @property
     def is_module(self) -> bool:
@@ -266,16 +262,15 @@ class Job:
             raise UserError(f"--gpus {self.ranks}: expected at least 1")
         if not 1 <= self.seq_len <= MOST_TOKENS:
             raise UserError(f"--seq-len {display_value(self.seq_len)}: expected between 1 and {MOST_TOKENS} tokens")
-        if self.precision not in PRECISIONS:
-            raise UserError(f"--precision {self.precision}: expected one of {', '.join(PRECISIONS)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
-        if self.attention is not None and self.attention not in ATTENTIONS:
-            raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
-        if self.loss not in LOSSES:
-            raise UserError(f"--loss {self.loss}: expected one of {', '.join(LOSSES)}")
-        if self.task not in TASKS:
-            raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
+        for option, value, known in (
+            ("--precision", self.precision, PRECISIONS),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--attn", self.attention, ATTENTIONS),
+            ("--loss", self.loss, LOSSES),
+            ("--task", self.task, TASKS),
+        ):
+            if value is not None and value not in known:
+                raise UserError(f"{option} {value}: expected one of {', '.join(known)}")
         if self.packed and self.task != CAUSAL:
             raise UserError(f"--packing is for --task {CAUSAL}: {self.task} does not concatenate sequences")
         if self.packed and not self.lengths:
@@ -320,22 +315,13 @@ class Job:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the job as JSON data, without unused fields."""
-        data = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_A_CALL}
-        unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
-        for name in unused.split():
-            if not data[name]:
-                del data[name]  # unused fields must not change an older study's key
-        if script := data.get("script"):  # the same holds for unused fields of the script
-            script["profile"].pop("sources", None)  # a fingerprint holds them outside the job
-            for name in [one for one in ("launcher", "environment", "program", "files") if not script[one]]:
-                del script[name]
-        if self.lora:
+        """Return the job as JSON data, without unused fields, which must not change an older study's key."""
+        data = used_fields(self, ("precision", "optimizer", "global_batch_size"))
+        if self.script is not None:
+            data["script"] = self.script.to_json()
+        if self.lora is not None:
             data["lora"] = self.lora.to_json()
-        for name, usual in (("task", CAUSAL), ("loss", FULL)):
-            if data[name] == usual:
-                del data[name]
-        return data
+        return {name: value for name, value in data.items() if name not in _OF_A_CALL}
 
     def called_like(self, other: Job) -> Job:
         """Return the job with those fields of another job that belong to the call and not to the JSON."""
@@ -348,8 +334,7 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Return the job of JSON data, in the reader's own interpreter; ignore unknown keys."""
-        known = {f.name for f in dataclasses.fields(cls)}.difference(_OF_A_CALL)
-        values = {key: value for key, value in data.items() if key in known}
+        values = {name: value for name, value in known_fields(cls, data).items() if name not in _OF_A_CALL}
         script = Script.from_json(values["script"]) if values.get("script") else None
         lora = Lora.from_json(values["lora"]) if values.get("lora") else None
         lengths = tuple((tokens, count) for tokens, count in values.get("lengths", ()))
@@ -490,7 +475,7 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
         rows = [[tokens, count] for tokens, count in data.items()]
     else:
         rows = [[*words] for line in text.splitlines() if (words := line.replace(",", " ").split())]
-    pairs = []
+    counts: Counter[int] = Counter()
     for row in rows:
         if len(row) > 2:
             raise UserError(
@@ -498,12 +483,9 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
             )
         tokens, count = row[0], row[1] if len(row) > 1 else 1
         try:
-            pairs.append((whole_number(tokens, what, 1, MOST_TOKENS), whole_number(count, what)))
+            counts[whole_number(tokens, what, 1, MOST_TOKENS)] += whole_number(count, what)
         except UserError as error:
             raise UserError(f"{error}; {expected}") from None
-    counts: Counter[int] = Counter()
-    for tokens, count in pairs:
-        counts[tokens] += count
     if not +counts:
         raise UserError(f"--lengths {path} is empty; {expected}")
     step = -(-max(counts) // MOST_LENGTHS) if len(counts) > MOST_LENGTHS else 1

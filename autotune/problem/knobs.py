@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -398,9 +399,9 @@ def _with(
 class Knob:
     """A knob: its place in the config, its values and its properties."""
 
-    path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
     kind: type | tuple[str, ...]
     read: ReadCondition = ReadCondition()
+    path: str | None = ""  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
     low: float = 0
     high: float = float("inf")
     off: Value | None = None  # the value without effect or needs; None: every value is a choice
@@ -432,20 +433,14 @@ def _states_out_refused(knobs: Knobs) -> str:
 def _norm_refused(knobs: Knobs) -> str:
     """Source: engine.py, `_do_optimizer_sanity_check`; BF16_Optimizer always computes the norm."""
     bf16 = stage_of(knobs) == 1 and knobs.get(GRADIENT_SUMS) == "fp32" and not offloads(knobs, "offload_optimizer")
-    return "compute_grad_norm: false is not for stage 1 with 32-bit sums" if _no_norm(knobs) and bf16 else ""
-
-
-def _no_norm(knobs: Knobs) -> bool:
-    return knobs.get(ZERO + "compute_grad_norm") is False
+    without = knobs.get(ZERO + "compute_grad_norm") is False
+    return "compute_grad_norm: false is not for stage 1 with 32-bit sums" if without and bf16 else ""
 
 
 def _ratio_refused(knobs: Knobs) -> str:
     """Source: superoffload_stage3.py offloads the whole optimizer; zenflow has its own."""
-    return "a ratio below 1 is not for super_offload" if _split(knobs) and knobs.get(SUPER_OFFLOAD) else ""
-
-
-def _split(knobs: Knobs) -> bool:
-    return float(knobs.get(OFFLOAD_RATIO, 1.0)) < 1
+    split = float(knobs.get(OFFLOAD_RATIO, 1.0)) < 1
+    return "a ratio below 1 is not for super_offload" if split and knobs.get(SUPER_OFFLOAD) else ""
 
 
 def _loss_refused(knobs: Knobs) -> str:
@@ -455,7 +450,7 @@ def _loss_refused(knobs: Knobs) -> str:
 
 
 def _stage3(kind: type = int, **facts: object) -> Knob:
-    return Knob("", kind, _at(3), **facts)  # type: ignore[arg-type]
+    return Knob(kind, _at(3), **facts)  # type: ignore[arg-type]
 
 
 _ZENFLOW = ReadCondition(lambda knobs: TOP_K in knobs, f"candidates with {TOP_K}", TOP_K)
@@ -465,39 +460,39 @@ _PLACE = (memory_of_its_own, place_of_its_optimizer)
 _DTYPES = ("fp32", "fp16", "bf16")
 # Knobs that are always read; they are named by short names.
 _FIRST: dict[str, Knob] = {
-    MICRO_BATCH: Knob(MICRO_BATCH, int, low=1, short="mb"),
-    ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
+    MICRO_BATCH: Knob(int, path=MICRO_BATCH, low=1, short="mb"),
+    ACCUMULATION: Knob(int, path=ACCUMULATION, low=1, short="ga"),
     "zero_stage": Knob(
-        ZERO + "stage",
         int,
+        path=ZERO + "stage",
         high=3,
         needs=(sharded_for_its_optimizer, whole_if_quantized, unscattered_for_muon),
         short="z",
     ),
-    CHECKPOINTING: Knob(None, bool, short="ckpt"),
-    ATTENTION: Knob(None, ATTENTIONS, needs=(its_package,)),
-    COMPILED: Knob(None, bool, off=False, needs=(a_compiler,)),
-    LORA: Knob(None, Lora, needs=(its_package,), refused=_quantized_refused),
-    PACKING: Knob(None, bool),
-    LIGER: Knob(None, bool, off=False, needs=(cuda, liger_model, liger_kernel)),
-    LOSS: Knob(None, LOSSES, off=FULL, needs=(loss_possible,), refused=_loss_refused),
-    EXPANDABLE: Knob(None, bool, off=False, needs=(cuda, own_allocator), short="expandable"),
-    "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), needs=_PLACE, short="opt"),
-    "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), needs=_OWN, short="par"),
-    "reduce_bucket_size": Knob(ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1, short="rbs"),
-    "allgather_bucket_size": Knob(ZERO + "allgather_bucket_size", int, _at(1, 2), low=1, short="agbs"),
-    "sub_group_size": Knob(ZERO + "sub_group_size", int, _at(3), low=1, short="sgs"),
+    CHECKPOINTING: Knob(bool, path=None, short="ckpt"),
+    ATTENTION: Knob(ATTENTIONS, path=None, needs=(its_package,)),
+    COMPILED: Knob(bool, path=None, off=False, needs=(a_compiler,)),
+    LORA: Knob(Lora, path=None, needs=(its_package,), refused=_quantized_refused),
+    PACKING: Knob(bool, path=None),
+    LIGER: Knob(bool, path=None, off=False, needs=(cuda, liger_model, liger_kernel)),
+    LOSS: Knob(LOSSES, path=None, off=FULL, needs=(loss_possible,), refused=_loss_refused),
+    EXPANDABLE: Knob(bool, path=None, off=False, needs=(cuda, own_allocator), short="expandable"),
+    "offload_optimizer": Knob(_DEVICES, _at(1, 2, 3), ZERO + "offload_optimizer.device", needs=_PLACE, short="opt"),
+    "offload_param": Knob(_DEVICES, _at(3), ZERO + "offload_param.device", needs=_OWN, short="par"),
+    "reduce_bucket_size": Knob(int, _at(1, 2, 3), ZERO + "reduce_bucket_size", low=1, short="rbs"),
+    "allgather_bucket_size": Knob(int, _at(1, 2), ZERO + "allgather_bucket_size", low=1, short="agbs"),
+    "sub_group_size": Knob(int, _at(3), ZERO + "sub_group_size", low=1, short="sgs"),
     # stage_1_and_2.py forces it on if the optimizer is offloaded
     "contiguous_gradients": Knob(
-        ZERO + "contiguous_gradients",
         bool,
         ReadCondition(
             lambda k: stage_of(k) == 3 or (stage_of(k) in (1, 2) and not offloads(k, "offload_optimizer")),
             "stage 3, and stages 1 and 2 without offload_optimizer",
         ),
+        ZERO + "contiguous_gradients",
         short="contig",
     ),
-    "overlap_comm": Knob(ZERO + "overlap_comm", bool, _at(1, 2, 3), short="overlap"),
+    "overlap_comm": Knob(bool, _at(1, 2, 3), ZERO + "overlap_comm", short="overlap"),
 }
 # Knobs under `zero_optimization`, by their leaves. Studies name them by their paths.
 _ZERO: dict[str, Knob] = {
@@ -526,16 +521,13 @@ _ZERO: dict[str, Knob] = {
         lossy="gradients travel as 4- and 8-bit numbers",
         short="qgZ",
     ),
-    "round_robin_gradients": Knob("", bool, _at(1, 2), off=False, needs=(several_ranks,)),
-    "use_multi_rank_bucket_allreduce": Knob("", bool, _at(1, 2), off=True, needs=(several_ranks,)),
-    "allgather_partitions": Knob("", bool, _at(1, 2), off=True, needs=(several_ranks,)),
-    "reduce_scatter": Knob("", bool, _at(1, 2, 3), off=True, needs=(several_ranks,)),
-    "parameter_alignment": Knob("", bool, _at(1, 2), off=False, since=(0, 19, 7)),
-    "compute_grad_norm": Knob(
-        "", bool, _at(1, 2), off=True, needs=(no_clipping,), refused=_norm_refused, since=(0, 19, 7)
-    ),
+    "round_robin_gradients": Knob(bool, _at(1, 2), off=False, needs=(several_ranks,)),
+    "use_multi_rank_bucket_allreduce": Knob(bool, _at(1, 2), off=True, needs=(several_ranks,)),
+    "allgather_partitions": Knob(bool, _at(1, 2), off=True, needs=(several_ranks,)),
+    "reduce_scatter": Knob(bool, _at(1, 2, 3), off=True, needs=(several_ranks,)),
+    "parameter_alignment": Knob(bool, _at(1, 2), off=False, since=(0, 19, 7)),
+    "compute_grad_norm": Knob(bool, _at(1, 2), off=True, needs=(no_clipping,), refused=_norm_refused, since=(0, 19, 7)),
     "offload_optimizer.ratio": Knob(
-        "",
         float,
         _under("offload_optimizer", "cpu", stages=(3,)),
         high=1.0,
@@ -546,9 +538,8 @@ _ZERO: dict[str, Knob] = {
         # holds it.
         lossy="what stays on the device keeps the learning rate of the start, whatever the schedule, and forgets on resume",
     ),
-    "offload_optimizer.pin_memory": Knob("", bool, _under("offload_optimizer")),
+    "offload_optimizer.pin_memory": Knob(bool, _under("offload_optimizer")),
     "offload_optimizer.super_offload": Knob(
-        "",
         bool,
         _under("offload_optimizer", "cpu", stages=(3,)),
         off=False,
@@ -556,13 +547,12 @@ _ZERO: dict[str, Knob] = {
         since=(0, 18, 0),
         short="superoffload",
     ),
-    "offload_optimizer.cpuadam_cores_perc": Knob("", float, _with(SUPER_OFFLOAD), high=1.0, since=(0, 18, 0)),
-    "offload_optimizer.pipeline_read": Knob("", bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
-    "offload_optimizer.pipeline_write": Knob("", bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
-    "offload_param.pin_memory": Knob("", bool, _under("offload_param", stages=(3,))),
-    "offload_param.max_in_cpu": Knob("", int, _under("offload_param", "nvme", stages=(3,))),
+    "offload_optimizer.cpuadam_cores_perc": Knob(float, _with(SUPER_OFFLOAD), high=1.0, since=(0, 18, 0)),
+    "offload_optimizer.pipeline_read": Knob(bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
+    "offload_optimizer.pipeline_write": Knob(bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
+    "offload_param.pin_memory": Knob(bool, _under("offload_param", stages=(3,))),
+    "offload_param.max_in_cpu": Knob(int, _under("offload_param", "nvme", stages=(3,))),
     "zenflow.topk_ratio": Knob(
-        "",
         float,
         _under("offload_optimizer", "cpu"),
         high=1.0,
@@ -570,14 +560,13 @@ _ZERO: dict[str, Knob] = {
         lossy="most of a gradient is applied later than the step that made it",
         since=(0, 17, 5),
     ),
-    "zenflow.update_interval": Knob("", int, _ZENFLOW, low=1, since=(0, 17, 5)),
-    "zenflow.overlap_step": Knob("", bool, _ZENFLOW, off=False, since=(0, 17, 5)),
+    "zenflow.update_interval": Knob(int, _ZENFLOW, low=1, since=(0, 17, 5)),
+    "zenflow.overlap_step": Knob(bool, _ZENFLOW, off=False, since=(0, 17, 5)),
 }
 # Knobs outside `zero_optimization`.
 _ELSEWHERE: dict[str, Knob] = {
-    SENT_AS: Knob("", _DTYPES, follows_model=True, needs=(several_ranks, no_narrower_than_the_model), short="sent"),
+    SENT_AS: Knob(_DTYPES, follows_model=True, needs=(several_ranks, no_narrower_than_the_model), short="sent"),
     GRADIENT_SUMS: Knob(
-        "",
         _DTYPES,
         _at(1, 2, 3),  # refused at stage 0 in 16 bits (engine.py, _do_optimizer_sanity_check)
         follows_model=True,
@@ -585,7 +574,6 @@ _ELSEWHERE: dict[str, Knob] = {
         short="sums",
     ),
     LOW_MASTERS: Knob(
-        "",
         bool,
         _at(1, 2, 3),
         off=False,
@@ -596,7 +584,6 @@ _ELSEWHERE: dict[str, Knob] = {
         short="bf16-masters",
     ),
     LOW_STATES: Knob(
-        "",
         bool,
         _with(LOW_MASTERS),
         off=False,
@@ -605,9 +592,8 @@ _ELSEWHERE: dict[str, Knob] = {
         since=(0, 18, 3),
         short="bf16-states",
     ),
-    "bf16.immediate_grad_update": Knob("", bool, _with(GRADIENT_SUMS, "fp32", stages=(1,)), off=False, needs=(bf16,)),
+    "bf16.immediate_grad_update": Knob(bool, _with(GRADIENT_SUMS, "fp32", stages=(1,)), off=False, needs=(bf16,)),
     "fp16.fp16_master_weights_and_grads": Knob(
-        "",
         bool,
         _under("offload_optimizer"),
         off=False,
@@ -615,23 +601,22 @@ _ELSEWHERE: dict[str, Knob] = {
         lossy="master weights and gradients are kept in fp16",
     ),
     DEEPCOMPILE: Knob(
-        "",
         bool,
         _with(COMPILED, stages=(1, 2, 3), otherwise=True),
         off=False,
         needs=(cuda, engine_compile, a_compiler),
         since=(0, 16, 6),
     ),
-    OFFLOADED_ACTIVATIONS: Knob("", bool, _with(DEEPCOMPILE, stages=(3,)), off=False, since=(0, 16, 6)),
+    OFFLOADED_ACTIVATIONS: Knob(bool, _with(DEEPCOMPILE, stages=(3,)), off=False, since=(0, 16, 6)),
     OFFLOADED_STATES: Knob(
-        "", bool, _with(DEEPCOMPILE, stages=(3,)), off=False, refused=_states_out_refused, since=(0, 16, 6)
+        bool, _with(DEEPCOMPILE, stages=(3,)), off=False, refused=_states_out_refused, since=(0, 16, 6)
     ),
 }
 
 
 def _placed(knobs: Mapping[str, Knob], prefix: str = "") -> dict[str, Knob]:
     """Return the knobs named by their paths."""
-    return {prefix + leaf: Knob(**{**vars(knob), "path": prefix + leaf}) for leaf, knob in knobs.items()}
+    return {prefix + leaf: dataclasses.replace(knob, path=prefix + leaf) for leaf, knob in knobs.items()}
 
 
 KNOBS: dict[str, Knob] = {**_FIRST, **_placed(_ZERO, ZERO), **_placed(_ELSEWHERE)}

@@ -17,6 +17,7 @@ from typing import Any
 from autotune.errors import NotProtected, UserError, did_you_mean
 from autotune.util.bounds import display_value, parse_json, read_text
 from autotune.util.entry_points import HUB_READER, NOT_PROTECTED
+from autotune.util.files import shipped_json
 from autotune.util.interpreter import OWN, Interpreter, sandboxed_command
 from autotune.versions import release
 
@@ -184,19 +185,6 @@ def attention_heads(config: dict[str, Any]) -> AttentionHeads | None:
 #
 # Sizes in a model's configuration, and their bounds.
 
-# Keys of a configuration that set a model's size: numbers, and a few switches.
-SHAPE_KEYS = frozenset(
-    (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
-        *("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_layers", "n_heads", "n_ctx"),
-        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_layers", "num_heads", "num_decoder_layers"),
-        *("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("shared_expert_intermediate_size", "n_shared_experts", "decoder_sparse_step", "first_k_dense_replace"),
-        *("depth", "embed_dim", "patch_size", "image_size", "type_vocab_size"),
-    )
-)
 SWITCHES = frozenset(("tie_word_embeddings",))
 # Keys that may be zero in a model.
 _OR_NONE = frozenset(
@@ -211,6 +199,27 @@ _LAYERS = frozenset(
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
         *("encoder_layers", "decoder_layers", "depth", "first_k_dense_replace"),
     )
+)
+# Keys of a configuration that set a model's size: numbers, and a few switches.
+SHAPE_KEYS = (
+    SWITCHES
+    | _OR_NONE
+    | _LAYERS
+    | {
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *(
+            "max_position_embeddings",
+            "sliding_window",
+            "n_embd",
+            "n_head",
+            "n_inner",
+            "n_positions",
+            "n_heads",
+            "n_ctx",
+        ),
+        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_heads", "encoder_ffn_dim", "decoder_ffn_dim"),
+        *("encoder_attention_heads", "decoder_sparse_step", "embed_dim", "patch_size", "image_size"),
+    }
 )
 # Keys that no model can have as zero; other zeros switch a feature off.
 _NEVER_ZERO = _LAYERS | {"hidden_size", "num_attention_heads", "vocab_size", "n_embd", "n_head", "d_model"}
@@ -276,7 +285,7 @@ _ANY_SIZE = ("pixtral",)
 @cache
 def _model_types() -> dict[str, frozenset[str]]:
     """Return the `model_type`s of each task."""
-    data = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
+    data = shipped_json("tasks.json")
     return {task: frozenset(data[task]) for task in TASKS}
 
 

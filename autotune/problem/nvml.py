@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -265,28 +266,18 @@ def selected(wanted: str | None, uuids: Sequence[str]) -> list[int]:
         return list(range(len(uuids)))
     if wanted.startswith("GPU-"):
         return by_uuid(wanted, "GPU-", uuids)
-    places: list[int] = []
-    for part in wanted.split(","):
-        number = re.match(r"[+-]?\d+", part.strip(), re.ASCII)
-        place = int(number[0]) if number else -1
-        if place in places:
-            return []
-        if place < 0:
-            break
-        places.append(place)
-    valid = next((i for i, place in enumerate(places) if place >= len(uuids)), len(places))
-    return places[:valid]
+    numbers = (re.match(r"[+-]?\d+", part.strip(), re.ASCII) for part in wanted.split(","))
+    places = list(takewhile(lambda place: place >= 0, (int(number[0]) if number else -1 for number in numbers)))
+    if len(set(places)) < len(places):
+        return []
+    return list(takewhile(lambda place: place < len(uuids), places))
 
 
 def by_uuid(wanted: str, kind: str, uuids: Sequence[str]) -> list[int]:
     """Return the indices of devices by unambiguous prefixes of their UUIDs."""
-    texts: list[str] = []
-    for part in wanted.split(","):
-        if part in texts:
-            return []
-        if not part.startswith(kind):
-            break
-        texts.append(part)
+    texts = list(takewhile(lambda part: part.startswith(kind), wanted.split(",")))
+    if len(set(texts)) < len(texts):
+        return []
     places: list[int] = []
     for text in texts:
         matching = [i for i, uuid in enumerate(uuids) if uuid.startswith(text)]

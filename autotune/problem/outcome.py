@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.masking import masked_data
 from autotune.problem.training_trace import TrainingTrace
+from autotune.util.bounds import known_fields
 from autotune.versions import StrEnum
 
 
@@ -178,17 +179,14 @@ class Outcome:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Outcome:
         """Read the output of `to_json`; fields of a newer version are dropped."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {key: value for key, value in data.items() if key in known}
+        values = known_fields(cls, data)
         values["kind"] = OutcomeKind(values["kind"])
         values["exceptions"] = tuple(values.get("exceptions", ()))
         values["limits"] = tuple(map(Limit, values.get("limits", ())))
         values["phase"] = Phase(values.get("phase", Phase.STEP))
-        said = values.get("source")
-        values["source"] = Source(said) if said else None
+        values["source"] = Source(values["source"]) if values.get("source") else None
         if values.get("measurement"):
-            fields = {f.name for f in dataclasses.fields(Measurement)}
-            values["measurement"] = Measurement(**{k: v for k, v in values["measurement"].items() if k in fields})
+            values["measurement"] = Measurement(**known_fields(Measurement, values["measurement"]))
         if values.get("trace"):
             values["trace"] = TrainingTrace.from_json(values["trace"])
         return cls(**values)

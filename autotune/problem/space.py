@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +49,7 @@ from autotune.problem.knobs import (
 )
 from autotune.problem.models import CAUSAL
 from autotune.util.bounds import check_data, read_text
+from autotune.util.files import shipped_json
 from autotune.versions import dotted
 
 # -- space -------------------------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ class SearchSpace:
     def families(self) -> Iterator[dict[str, Value]]:
         """Yield every distinct setting of the knobs that need a new engine, in canonical form."""
         seen = set()
-        for knobs in self._grow({}, 0, self._most_at_once):
+        for knobs in self._settings():
             key = tuple(sorted(knobs.items()))
             if key not in seen and not refusal(knobs):
                 seen.add(key)
@@ -116,7 +115,7 @@ class SearchSpace:
 
     def why_refused(self) -> str:
         """Return the first reason why DeepSpeed refuses a setting of this space; empty if it refuses none."""
-        return next((why for knobs in self._grow({}, 0, self._most_at_once) if (why := refusal(knobs))), "")
+        return next((why for knobs in self._settings() if (why := refusal(knobs))), "")
 
     def never_read(self) -> set[str]:
         """Return the knobs that DeepSpeed reads under no setting of the others."""
@@ -127,9 +126,8 @@ class SearchSpace:
                 break
         return unread
 
-    @property
-    def _most_at_once(self) -> int:
-        return len(self.knobs) if self.at_once is None else self.at_once
+    def _settings(self) -> Iterator[dict[str, Value]]:
+        return self._grow({}, 0, len(self.knobs) if self.at_once is None else self.at_once)
 
     def _grow(self, knobs: dict[str, Value], at: int, may_leave: int) -> Iterator[dict[str, Value]]:
         """Yield settings that extend these; `may_leave` second-order knobs may still leave their first values."""
@@ -239,10 +237,11 @@ class SearchSpace:
 #
 # Search spaces as YAML files: finding, reading and validating them. An error names the file, the line and the key.
 
-_DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text(encoding="utf-8"))
+_DS_KEYS = shipped_json("deepspeed_keys.json")
 DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
 DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
+MOST_NODES = 1_000_000  # of a YAML file with its aliases expanded
 _PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed")
 
 
@@ -288,6 +287,29 @@ def parse_space(text: str, file: str = "<space>", node: yaml.Node | None = None)
     return _Parser(text if node is None else yaml.serialize(node), file).parse(node)
 
 
+def compose_yaml(text: str) -> yaml.Node | None:
+    """Return the root of a YAML text, or None of an empty one. Nodes that several aliases name are shared.
+
+    Raises:
+        YAMLError: the text is no YAML.
+        ValueError: its aliases would expand to more than MOST_NODES nodes.
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is not None and _expanded_nodes(node, {}) > MOST_NODES:
+        raise ValueError(f"its aliases expand to more than {MOST_NODES} values")
+    return node
+
+
+def _expanded_nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return the number of nodes below and including one, with each alias expanded; infinite for one within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        pairs = () if isinstance(node, yaml.ScalarNode) else node.value
+        inner = (one for pair in pairs for one in (pair if isinstance(pair, tuple) else (pair,)))
+        known[id(node)] = 1 + sum(_expanded_nodes(one, known) for one in inner)
+    return known[id(node)]
+
+
 def _name_of(key: str) -> str:
     """Return the knob of a key. A key of `zero_optimization` may be written without that prefix."""
     name = short_name(key)
@@ -308,7 +330,7 @@ class _Parser:
 
     def parse(self, node: yaml.Node | None) -> SearchSpace:
         try:
-            node = yaml.compose(self.text, Loader=yaml.SafeLoader) if node is None else node
+            node = compose_yaml(self.text) if node is None else node
             if node is None:
                 raise UserError(f"{self.file}:1: the file is empty; expected `knobs:` and their values")
             self._collect(node, ())
@@ -602,7 +624,9 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     Knobs that the user's own config sets and the space does not tune are fixed at their values. Knobs that cannot be passed to
     the job's script or workload are left out.
     """
-    knobs = dict(_with_base(space, job.base_config).knobs)
+    knobs = dict(space.knobs)
+    for name, value in knobs_of(job.base_config).items():
+        knobs.setdefault(name, Domain((value,)))
     if job.workload is not None:
         for knob in TRACED_KNOBS:
             knobs.pop(knob, None)
@@ -619,11 +643,4 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
         knobs.setdefault(CHECKPOINTING, Domain((True,)))
     if seen["batch_note"]:
         knobs |= {MICRO_BATCH: Domain((seen["micro_batch"],)), ACCUMULATION: Domain((seen["accumulation"],))}
-    return dataclasses.replace(space, knobs=knobs)
-
-
-def _with_base(space: SearchSpace, base: dict[str, Any]) -> SearchSpace:
-    knobs = dict(space.knobs)
-    for name, value in knobs_of(base).items():
-        knobs.setdefault(name, Domain((value,)))
     return dataclasses.replace(space, knobs=knobs)

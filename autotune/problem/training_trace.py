@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from autotune.util.bounds import known_fields
 
 LEAST_STEPS = 3  # traced optimizer steps that a comparison needs
 MOST_STEPS = 5  # traced optimizer steps; a search trial runs two warm-up steps and at least three measured ones
@@ -87,17 +88,12 @@ class TrainingTrace:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TrainingTrace:
         """Read the output of `dataclasses.asdict`; fields of a newer version are dropped."""
-        known = _of(cls, data)
-        steps = (_of(TracedStep, step) for step in data["steps"])
+        known = known_fields(cls, data)
+        steps = (known_fields(TracedStep, step) for step in data["steps"])
         known["initial"] = tuple(known.get("initial", ()))
         known["ahead"] = tuple((low, high) for low, high in known.get("ahead", ()))
         known["auxiliary"] = tuple(map(cls.from_json, known.get("auxiliary", ())))
         return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
-
-
-def _of(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in dataclasses.fields(kind)}
-    return {name: value for name, value in data.items() if name in names}
 
 
 def _initial(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:

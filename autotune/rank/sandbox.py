@@ -34,7 +34,7 @@ from autotune.util.entry_points import NOT_PROTECTED, WITHOUT_SANDBOX
 from autotune.versions import StrEnum
 
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
-_SHARED_MEMORY, _TERMINALS = "/dev/shm", "/dev/pts"
+_SHARED_MEMORY = "/dev/shm"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_FOLDERS = 30  # in which something that can be written is looked for
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
@@ -130,17 +130,16 @@ class Sandbox:
             self._enter_overlay(writable)
             with suppress(OSError):  # a second wall: the first has no known way around it
                 linux.restrict_writes(["/"])
+                linux.ignore_changes(everywhere=False)
             if linux.in_user_namespace():
                 os.rename, os.replace = linux.copying_rename(os.rename), linux.copying_rename(os.replace)
             linux.keep_capabilities(() if linux.in_user_namespace() else linux.FILE_CAPABILITIES)
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
-            own = "/proc" if linux.in_user_namespace() or os.getuid() else "/proc/self"  # root may change settings
-            linux.restrict_writes(
-                [*writable, str(self.folder), _SHARED_MEMORY], files_in=[*linux.training_devices(), own]
-            )
+            files = [*linux.training_devices(), "/proc/self"]  # settings and other processes' scores stay
+            linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=files)
             linux.keep_capabilities(linux.FILE_CAPABILITIES)
-            linux.ignore_attribute_changes()
+            linux.ignore_changes(everywhere=True)
         os.chdir(self.script_cwd)
 
     def _enter_overlay(self, writable: list[str]) -> None:
@@ -261,19 +260,10 @@ class _Tree:
         at = self._at(path)
         if path in _KERNEL_FOLDERS:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
-            if path != "/proc":  # devices can be written to, but not removed
-                linux.make_read_only(at, recursive=path == "/sys")
-            for mount in self._mounts if path == "/dev" else ():
-                if _contains(path, mount) and mount != _TERMINALS:  # a file of Kubernetes, large pages
-                    with suppress(OSError):  # it lies below another mount
-                        linux.make_read_only(self._at(mount))
-            for device in linux.machine_devices() if path == "/dev" else ():
-                with suppress(FileNotFoundError):  # unplugged since
-                    linux.mount(device, self._at(device), linux.BIND)
-                    linux.make_read_only(self._at(device), devices=False)
             if path == "/dev":
-                with suppress(OSError):  # not in this kernel
-                    linux.mount("mqueue", f"{at}/mqueue", 0, "mqueue")
+                linux.guard_devices(at, self._mounts)
+            elif path == "/sys":
+                linux.make_read_only(at, recursive=True)
             for setting in linux.machine_settings() if path == "/proc" and not self._ordinary else ():
                 self._freeze(self._at(setting))
             return

@@ -18,6 +18,7 @@ from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.script.profile import loops_by_hand
+from autotune.util.bounds import bounded_bytes
 from autotune.util.files import write_atomically
 
 # Knobs that a rung may change. Only stage, sub-groups and NVMe determine the layout of checkpoints
@@ -145,7 +146,7 @@ def _others(family: dict[str, Value]) -> dict[str, Value]:
 def stored_ladder(folder: Path, study: str) -> list[Rung]:
     """Return the ladder that `run` wrote into a study's folder; none if it wrote none that can be read."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return [Rung.from_json(one) for one in json.loads(ladder_path(folder, study).read_text(encoding="utf-8"))]
+        return [Rung.from_json(one) for one in json.loads(bounded_bytes(ladder_path(folder, study), stored=True))]
     return []
 
 

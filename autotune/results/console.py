@@ -144,7 +144,7 @@ class PlainObserver:
     def doing(self, text: str) -> None:
         """Print a long operation other than a trial; an empty text ends it."""
         if text and text != self._last:
-            self._print(text)
+            self.print_line(text)
 
     def showing(self, text: str) -> None:
         """Log the operation: plain output has its own line about it."""
@@ -166,18 +166,12 @@ class PlainObserver:
             self._leaderboard.learn(number, candidate, outcome, role)
             remark = self._leaderboard.remark(candidate, outcome)
         line = f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}"
-        self._print(
+        self.print_line(
             f"{line}{f', {shortened(remark, _MOST_REASON)}' if remark else ''}  [{seconds}]", "dim" if remark else ""
         )
 
-    def print_line(self, text: str) -> None:
+    def print_line(self, text: str, style: str = "") -> None:
         """Print a message."""
-        self._print(text)
-
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        """Do nothing: plain output has no clock."""
-
-    def _print(self, text: str, style: str = "") -> None:
         self._last = text
         LOG.info(text)
         self.console.print(text, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -416,8 +410,7 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
             f"accumulation {candidate.accumulation}",
             f"{job.ranks} {unit}{'s' if job.ranks > 1 else ''} (global batch {batch})",
             *(_offloads(candidate) or ["no offload"]),
-            *([] if CHECKPOINTING not in candidate.as_dict else ["no checkpointing"] * (not candidate.checkpointing)),
-            *(["checkpointing"] * candidate.checkpointing),
+            *[f"{'' if on else 'no '}checkpointing" for name, on in candidate.knobs if name == CHECKPOINTING],
         ]
     )
 
@@ -489,15 +482,15 @@ def _bucket_bytes(candidate: Candidate, job: Job) -> int:
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
     """Describe the verdict: the script's own config, the winner in words, its margin over other configs, its free memory."""
-    first = [own_line(facts, job)] if facts.own is not None else []
+    first = filter(None, [own_line(facts, job)])
     record = facts.winner
     if record is None or record.outcome is None or record.outcome.measurement is None:
-        return [*filter(None, first), *no_winner_lines(facts, job, hardware)]
+        return [*first, *no_winner_lines(facts, job, hardware)]
     measured = record.outcome.measurement
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
-        *filter(None, first),
+        *first,
         f"winner: {config_sentence(record.candidate, job, hardware)}",
         f"  config: {record.candidate} ({code_legend(record.candidate)})",
         f"  {throughput_text(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
@@ -558,11 +551,8 @@ class HowToTrain:
 
     def lines(self) -> list[str]:
         """Return the commands and hints as lines of text."""
-        besides = [self.instead] if self.instead else []
-        return [
-            *(f"  {name}: {text}" for name, text in self.commands),
-            *(f"  {line}" for line in (*besides, *self.hints)),
-        ]
+        commands = (f"{name}: {text}" for name, text in self.commands)
+        return [f"  {line}" for line in (*commands, *filter(None, [self.instead]), *self.hints)]
 
 
 def train_with(

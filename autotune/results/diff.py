@@ -14,7 +14,7 @@ from rich.text import Text
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.knobs import is_off
-from autotune.problem.outcome import Measurement, Outcome
+from autotune.problem.outcome import Outcome
 from autotune.results.console import outcome_line
 from autotune.results.tables import DataTable
 from autotune.search.fingerprint import VERSIONS, changes
@@ -224,11 +224,8 @@ def _pair(first: Sequence[_Trial], second: Sequence[_Trial]) -> TrialPair:
             if all(ends):
                 (one, other), alike = (ends[0][-1], ends[1][-1]), True
                 break
-    return TrialPair(candidate, one, other, _ratio(one.measurement, other.measurement) if alike else None)
-
-
-def _ratio(first: Measurement | None, second: Measurement | None) -> SpeedRatio | None:
-    return SpeedRatio.of(second, first) if first and second else None
+    before, after = one.measurement, other.measurement
+    return TrialPair(candidate, one, other, SpeedRatio.of(after, before) if alike and before and after else None)
 
 
 def show_diff(diff: StudyDiff, out: Console) -> None:

@@ -25,6 +25,7 @@ from autotune.problem.candidate import (
     job_with_candidate,
     settings_of,
 )
+from autotune.problem.ds_config import value_at
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
@@ -43,6 +44,7 @@ from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import VERIFY, Record, resumed_peak_bytes
+from autotune.util.bounds import bounded_bytes
 from autotune.util.files import cannot_write, remove_file, write_atomically
 from autotune.util.streams import printable
 from autotune.workers.jit_ops import FOLDER
@@ -62,11 +64,6 @@ FORMATS = {
 }
 
 
-def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """Return the plain DeepSpeed config. Optimizer and schedule come from the user's own config, or the caller sets them."""
-    return candidate.ds_config(job)
-
-
 # Keys for which Trainer has a value itself and refuses a config with another (transformers 5.23,
 # integrations/deepspeed.py, each `fill_match`). Trainer fills nothing else: `"auto"` in any other key reaches
 # DeepSpeed as a string.
@@ -83,9 +80,7 @@ def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     """Return the DeepSpeed config for Trainer, with `"auto"` for keys that must match Trainer's arguments."""
     config = candidate.ds_config(job)
     for path, keys in _TRAINERS_OWN.items():
-        section: Any = config
-        for part in filter(None, path.split(".")):
-            section = section.get(part) if isinstance(section, dict) else None
+        section = value_at(config, [*filter(None, path.split("."))])
         if isinstance(section, dict):
             section.update(dict.fromkeys(section.keys() & set(keys), "auto"))
     if not job.base_config:  # the user's own config sets clipping; without one, Trainer's max_grad_norm does
@@ -437,8 +432,9 @@ def write_export(
     else:
         config = sibling_path(out, style, "deepspeed.json")
         # A script's own accelerate loop reads batch sizes from the config, Trainer from its arguments.
-        made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
-        write_atomically(config, _config_json(made(candidate, job)))
+        through = job.script is not None and job.script.profile.get("through_arguments")
+        made = hf_deepspeed_config(candidate, job) if through else candidate.ds_config(job)
+        write_atomically(config, _config_json(made))
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
         write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
@@ -450,7 +446,7 @@ def write_export(
 
 def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
     """Write the DeepSpeed config and copies of the script's argument files with the winner, and return their paths."""
-    write_atomically(out, _config_json(deepspeed_config(candidate, job)))
+    write_atomically(out, _config_json(candidate.ds_config(job)))
     copies = winners_files(job.script, candidate, out) if job.script else {}
     for path, text in copies.items():
         write_atomically(path, masked(text))
@@ -530,15 +526,15 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
     Raises:
         UserError: no such study or format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    _check_style(style)
-    if out is not None:
-        check_out(out, makes_folders=True)
+    _check(style, out)
     return export_store(StudyStore.load(study, storage), style, out, trial)
 
 
-def _check_style(style: str) -> None:
+def _check(style: str, out: Path | None) -> None:
     if style not in FORMATS:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
+    if out is not None:
+        check_out(out, makes_folders=True)
 
 
 def _record(store: StudyStore, trial: int | None) -> Record:
@@ -567,9 +563,7 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
     Raises:
         UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    _check_style(style)
-    if out is not None:
-        check_out(out, makes_folders=True)
+    _check(style, out)
     record = _record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")
@@ -636,7 +630,9 @@ def first_host(hostfile: Path | None) -> str:
 
     The host is the first in the hostfile that `run` wrote next to its study.
     """
-    lines = hostfile.read_text(encoding="utf-8").split() if hostfile is not None and hostfile.is_file() else []
+    lines = (
+        bounded_bytes(hostfile).decode(errors="replace").split() if hostfile is not None and hostfile.is_file() else []
+    )
     return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from autotune.predict.predictor import Prediction
@@ -213,6 +213,12 @@ class CardPlan:
         """True if no published measurement used this card."""
         return self.gpu not in measured_cards()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the card for JSON; null if nothing fits."""
+        named = {"fewest": self.fewest, "fewest_offloading": self.fewest_offloading, "best": self.best}
+        outlooks = {name: one and one.to_json() for name, one in named.items()}
+        return {"gpu": self.gpu, "extrapolated": self.extrapolated, **outlooks}
+
 
 @dataclass(frozen=True)
 class ChunkedLoss:
@@ -280,45 +286,44 @@ class Plan:
             "host_memory_bytes_per_node": self.hardware.host_memory_bytes,
             "host_memory_assumed": self.host_assumed,
             "best": [prediction_json(one, self.job) for one in self.best],
-            "outlook": outlook.to_json() if outlook else None,
-            "measured_error": self.errors.to_json() if self.errors else None,
+            "outlook": outlook and outlook.to_json(),
+            "measured_error": self.errors and self.errors.to_json(),
             "ways": [
                 {
                     "stage": way.stage,
                     "checkpointing": way.checkpointing,
                     "offload": way.offload,
-                    "largest_micro_batch": way.largest.candidate.micro_batch if way.largest else None,
-                    "largest": prediction_json(way.largest, self.job) if way.largest else None,
-                    "fastest": prediction_json(way.fastest, self.job) if way.fastest else None,
+                    "largest_micro_batch": way.largest and way.largest.candidate.micro_batch,
+                    "largest": prediction_json(way.largest, self.job),
+                    "fastest": prediction_json(way.fastest, self.job),
                     "closest": self._lacking_json(way.closest),
                 }
                 for way in self.ways
             ],
             "closest": self._lacking_json(self.closest),
             "fits_with_host_memory": self._lacking_json(self.with_host),
-            "fits_with_shared_sequences": {SEQUENCE_RANKS: self.shared.job.sequence_ranks, **self.shared.to_json()}
-            if self.shared
-            else None,
-            "chunked_loss": {
+            "fits_with_shared_sequences": self.shared
+            and {SEQUENCE_RANKS: self.shared.job.sequence_ranks, **self.shared.to_json()},
+            "chunked_loss": self.chunked
+            and {
                 "same_config": prediction_json(self.chunked.same, self.job),
-                "fastest": prediction_json(self.chunked.fastest, self.job) if self.chunked.fastest else None,
-            }
-            if self.chunked
-            else None,
+                "fastest": prediction_json(self.chunked.fastest, self.job),
+            },
             "loading_bytes_per_node": round(self.loading_bytes),
             "loading_bytes_with_zero_init": round(self.zero_init_bytes),
             "would_help": [vars(gain) for gain in self.gains],
-            "fewest_gpus": card_json(self.own) if self.own else None,
-            "cards": [card_json(card) for card in self.cards],
+            "fewest_gpus": self.own and self.own.to_json(),
+            "cards": [card.to_json() for card in self.cards],
             "note": self.note,
         }
 
     def _lacking_json(self, one: Prediction | None) -> dict[str, Any] | None:
-        if one is None:
+        found = prediction_json(one, self.job)
+        if one is None or found is None:
             return None
         shortage = Shortage.of(one, self.hardware)
         return {
-            **prediction_json(one, self.job),
+            **found,
             "needed_bytes": round(shortage.gpu_needed_bytes),
             "short_bytes": round(shortage.gpu_short_bytes),
             "host_bytes_per_node": round(shortage.host_needed_bytes),
@@ -326,15 +331,10 @@ class Plan:
         }
 
 
-def card_json(card: CardPlan) -> dict[str, Any]:
-    """Return a CardPlan for JSON; null if nothing fits."""
-    named = {"fewest": card.fewest, "fewest_offloading": card.fewest_offloading, "best": card.best}
-    outlooks = {name: one.to_json() if one else None for name, one in named.items()}
-    return {"gpu": card.gpu, "extrapolated": card.extrapolated, **outlooks}
-
-
-def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
-    """Return a Prediction for JSON: bytes, seconds and samples per second."""
+def prediction_json(one: Prediction | None, job: Job) -> dict[str, Any] | None:
+    """Return a Prediction for JSON: bytes, seconds and samples per second; null without one."""
+    if one is None:
+        return None
     return {
         "candidate": one.candidate.as_dict,
         "ds_config": one.candidate.ds_config(job),
@@ -444,13 +444,7 @@ def _show_answer(plan: Plan, out: Console) -> None:
     if outlook is None:
         _show_nothing_fits(plan, out)
         return
-    grid = DataTable.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, text in _answers(plan, outlook):
-        grid.add_row(name, text)
-    _put(out, grid)
-    out.print()
+    _show_pairs(_answers(plan, outlook), Column(style="bold", no_wrap=True), out)
 
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
@@ -622,13 +616,17 @@ def _show_gains(plan: Plan, out: Console) -> None:
         if plan.own:
             _put(out, Text(f"{NO_GAIN}\n", style="dim"))
         return
-    table = DataTable.grid(padding=(0, 2))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
     _put(out, Text(GAINS_TITLE, style="bold"))
-    for faster, change in gain_rows(plan):
-        table.add_row(f" {faster}", change)
-    _put(out, table)
+    pairs = ((f" {faster}", change) for faster, change in gain_rows(plan))
+    _show_pairs(pairs, Column(justify="right", no_wrap=True), out)
+
+
+def _show_pairs(pairs: Iterable[tuple[str, str | Text]], first: Column, out: Console) -> None:
+    """Print pairs as rows of two columns. A long second cell takes several lines."""
+    grid = DataTable.grid(first, Column(overflow="fold"), padding=(0, 2))
+    for pair in pairs:
+        grid.add_row(*pair)
+    _put(out, grid)
     out.print()
 
 
@@ -644,7 +642,9 @@ class PlanTable:
 
     def show(self, out: Console, folded: str = "") -> None:
         """Print the table and its note; long cells of the column `folded` take several lines."""
-        table, styles = _table(self.title), {"own": "bold", "none": "dim"}
+        styles = {"own": "bold", "none": "dim"}
+        title = Text(self.title)
+        table = DataTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for name in self.columns:
             justify: JustifyMethod = "right" if name in self.numbers else "left"
             table.add_column(name, justify=justify, no_wrap=name != folded, overflow="fold")
@@ -779,9 +779,7 @@ def _size(outlook: Outlook) -> str:
     return _count(outlook) + (" +cpu" if outlook.prediction.candidate.offloaded else "")
 
 
-def _count(outlook: Outlook | None) -> str:
-    if outlook is None:
-        return ""
+def _count(outlook: Outlook) -> str:
     nodes = outlook.hardware.nodes
     return f"{nodes} x {outlook.hardware.per_node}" if nodes > 1 else str(outlook.hardware.count)
 
@@ -811,11 +809,6 @@ def comparison_table(plans: list[Plan]) -> PlanTable:
     return PlanTable(title, columns, frozenset(columns[2:]), tuple(rows))
 
 
-def show_comparison(plans: list[Plan], out: Console) -> None:
-    """Print several GPUs side by side, with the fastest config of each."""
-    comparison_table(plans).show(out, folded="config")
-
-
 def knobs_text(candidate: Candidate) -> str:
     """Format the knobs that decide memory and speed, without buckets and the like."""
     return describe({name: value for name, value in candidate.knobs if name in _DECIDING})
@@ -824,17 +817,6 @@ def knobs_text(candidate: Candidate) -> str:
 def token_speed(one: Prediction, job: Job) -> str:
     """Format `12.3k tokens/s`, over all ranks."""
     return f"{_tokens(one, job)} tokens/s"
-
-
-def _table(title: str) -> DataTable:
-    return DataTable(
-        title=Text(title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-    )
 
 
 def _put(out: Console, what: Table | Text) -> None:

@@ -216,10 +216,11 @@ class TensorBoard:
         self._study.close()
 
 
-TRACKERS: dict[str, tuple[str, Callable[[str, Path, Mapping[str, Any]], Tracker]]] = {  # package, and its tracker
-    "wandb": ("wandb", Wandb),
-    "mlflow": ("mlflow", Mlflow),
-    "tensorboard": ("tensorboard", TensorBoard),
+# by the name of the package
+TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Tracker]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "tensorboard": TensorBoard,
 }
 
 
@@ -232,9 +233,9 @@ def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in TRACKERS:
             raise UserError(f"--track {name}: expected {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}")
-        if importlib.util.find_spec(TRACKERS[name][0]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"--track {name} needs the package {TRACKERS[name][0]}, which this Python lacks. Install it, or remove --track."
+                f"--track {name} needs the package {name}, which this Python lacks. Install it, or remove --track."
             )
     return tuple(dict.fromkeys(names))
 
@@ -340,7 +341,7 @@ class Tracking:
 
 def main(name: str, study: str, folder: str) -> None:
     """Record the trials that standard input brings, after a first line about the job; the winner comes last."""
-    tracker = TRACKERS[name][1](study, Path(folder), json.loads(sys.stdin.readline()))
+    tracker = TRACKERS[name](study, Path(folder), json.loads(sys.stdin.readline()))
     winner: dict[str, Any] = {}
     for line in sys.stdin:
         event = json.loads(line)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
-from autotune.problem.ds_config import MOST_BYTES, read_config
+from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Script
 from autotune.script.command_line import framework_of
 
@@ -31,9 +31,8 @@ _CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
 # Keys of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them; multiples of the
 # knob that such a flag takes, if not 1 (a batch over all ranks); values of flags for the samples of a whole step.
 FOUND, TIMES, PRODUCTS = "found_flags", "flag_times", "product_flags"
-TRIED = (
-    "tried_values"  # key of a profile in one run of `script_probe.flags_found`: values of argument files by dotted name
-)
+# key of a profile in one run of `script_probe.flags_found`: values of argument files by dotted name
+TRIED = "tried_values"
 OUTPUT = "output_dir"
 # A trial's folder links to all of the user's files. No file of theirs has these names.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
@@ -86,10 +85,15 @@ def launcher_changes(file: ArgumentFile, candidate: Candidate, config: str) -> d
     }
 
 
+def launcher_data(files: Sequence[ArgumentFile]) -> dict[str, Any]:
+    """Return the data of accelerate's own file; empty without one."""
+    return next((file.data for file in files if file.launcher), {})
+
+
 def launcher_file(script: Script) -> ArgumentFile | None:
     """Return accelerate's own file if it configures DeepSpeed, else None."""
-    files = [file for file in script.files if file.launcher]
-    return next((one for one in files if one.data.get("distributed_type") == "DEEPSPEED"), None)
+    deepspeed = launcher_data(script.files).get("distributed_type") == "DEEPSPEED"
+    return next(file for file in script.files if file.launcher) if deepspeed else None
 
 
 def config_place(script: Script, data: dict[str, Any]) -> Place | None:
@@ -100,10 +104,8 @@ def config_place(script: Script, data: dict[str, Any]) -> Place | None:
     known = _find_config(script, data) or find_key(data, (CONFIG,))
     if known is not None or not _trainers(script, data):
         return known
-    elsewhere = (
-        CONFIG_FLAG in argument_names(script.argv) or script.ds_config is not None or launcher_file(script) is not None
-    )
-    return None if elsewhere else (*_beside(data), CONFIG)
+    named = CONFIG_FLAG in argument_names(script.argv) or script.ds_config is not None
+    return None if named or launcher_file(script) is not None else (*_beside(data), CONFIG)
 
 
 def can_set_knob(script: Script, knob: str) -> bool:
@@ -218,15 +220,6 @@ def own_files(script: Script) -> list[ArgumentFile]:
     return [file for file in script.files if not file.launcher]
 
 
-def value_at(data: Any, place: Place) -> Any:
-    """Return the value at a place, or None if there is none."""
-    for key in place:
-        if not isinstance(data, dict) or key not in data:
-            return None
-        data = data[key]
-    return data
-
-
 def argument_names(words: Sequence[str]) -> set[str]:
     """Return the names of flags and arguments that a command line gives."""
     return {word.partition("=")[0].lstrip("+") for word in words}
@@ -269,7 +262,7 @@ def _trainers(script: Script, data: dict[str, Any]) -> bool:
 
 def has_known_key(data: dict[str, Any]) -> bool:
     """Return True if the data has a key of the config, the output folder or a knob."""
-    return any(find_key(data, (name,)) is not None for name in _TELLING)
+    return find_key(data, _TELLING) is not None
 
 
 def _beside(data: dict[str, Any]) -> Place:

@@ -18,7 +18,7 @@ from ruamel.yaml.util import load_yaml_guess_indent
 
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.ds_config import MOST_BYTES, read_config
+from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Job, Script
 from autotune.script.argument_files import (
     DS_KEYS,
@@ -35,7 +35,6 @@ from autotune.script.argument_files import (
     launcher_file,
     own_config,
     own_files,
-    value_at,
     winners_copy,
 )
 from autotune.script.profile import over_present

@@ -91,7 +91,7 @@ class CommandLine:
         name = next((name for name in _RANKS[self.kind] if name in self.options), None) if self.kind else None
         if name is None or self.options[name] in (*_WHOLE_MACHINE, "-1"):
             return None
-        return _number(self.options[name], f"{self.launcher[0]}: --{name}", 1)
+        return whole_number(self.options[name], f"{self.launcher[0]}: --{name}", 1, MOST_RANKS)
 
     @property
     def gpus(self) -> str | None:
@@ -147,7 +147,7 @@ def with_option(line: CommandLine, name: str, value: str) -> list[str]:
     """
     words, found = list(line.launcher), False
     wanted = _canonical(line.kind, name)
-    for key, at, end in _given(line):
+    for key, at, end in _walk(line.kind, line.launcher, line.head):
         if key == wanted:
             given, equals, _ = words[at].partition("=")
             words[at:end] = [f"{given}={value}"] if equals else [given, value]
@@ -158,16 +158,16 @@ def with_option(line: CommandLine, name: str, value: str) -> list[str]:
 def options_without(line: CommandLine, *names: str) -> list[str]:
     """Return the words of the launcher's options except those named, which are written like `--nproc-per-node`."""
     left_out = {_canonical(line.kind, name) for name in names}
-    return [word for key, at, end in _given(line) if key not in left_out for word in line.launcher[at:end]]
+    options = _walk(line.kind, line.launcher, line.head)
+    return [word for key, at, end in options if key not in left_out for word in line.launcher[at:end]]
 
 
-def _given(line: CommandLine) -> Iterator[tuple[str, int, int]]:
-    """Yield each of the launcher's options: its name, the index of its first word, and the index after its last word."""
-    at = line.head
-    while at < len(line.launcher):
-        given, equals, _ = line.launcher[at].partition("=")
-        key = _canonical(line.kind, given)
-        end = at + 1 + (not equals and key not in _SWITCHES[line.kind])
+def _walk(kind: str, words: Sequence[str], at: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Yield each of a launcher's options: its name, the index of its first word, and the index after its last word."""
+    while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        given, equals, _ = words[at].partition("=")
+        key = _canonical(kind, given)
+        end = at + 1 + (not equals and key not in _SWITCHES[kind])
         yield key, at, end
         at = end
 
@@ -214,22 +214,14 @@ def _options(kind: str, words: list[str]) -> tuple[dict[str, str], list[str], li
     """Return the launcher's options, their words but for `-m`, and the words after them."""
     found: dict[str, str] = {}
     given: list[str] = []
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        if words[at] == "--":
-            return found, given, words[at + 1 :]
+    end = 0
+    for key, at, end in _walk(kind, words):
         name, equals, value = words[at].partition("=")
-        key, began = _canonical(kind, name), at
-        at += 1
-        if not equals and key not in _SWITCHES[kind]:
-            if at == len(words):
-                raise UserError(f"`-- {kind} … {name}`: expected a value after it")
-            value = words[at]
-            at += 1
-        found[key] = value
-        if key != "module":
-            given += words[began:at]
-    return found, given, words[at:]
+        if end > len(words):
+            raise UserError(f"`-- {kind} … {name}`: expected a value after it")
+        found[key] = value if equals else "".join(words[at + 1 : end])
+        given += words[at:end] if key != "module" else []
+    return found, given, words[end + (words[end : end + 1] == ["--"]) :]
 
 
 def _canonical(kind: str, name: str) -> str:
@@ -269,10 +261,6 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
 def several_nodes(what: str) -> str:
     """Return the error for a command that trains on several nodes."""
     return f"{what}: trainings over several nodes are autotune's to start: give it --hostfile FILE, and a command for one machine"
-
-
-def _number(text: str, what: str, least: int) -> int:
-    return whole_number(text, what, least, MOST_RANKS)
 
 
 # -- frameworks --------------------------------------------------------------------------------------------------------

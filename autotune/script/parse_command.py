@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import KNOBS, MICRO_BATCH
+from autotune.problem.ds_config import value_at
 from autotune.problem.import_time_env import settings_in, variables_after
 from autotune.problem.job import ArgumentFile, Script, script_text
-from autotune.script.argument_files import is_ds_config
+from autotune.script.argument_files import is_ds_config, launcher_data
 from autotune.script.argument_writer import argument_files, read_file
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
 from autotune.script.script import KNOWN_FLAGS
@@ -58,9 +59,8 @@ def read_command(
     script = make_script(words, maps, worst_case, ds_config, interpreter)
     ranks, ranks_source = _ranks(line, script)
     variables = dict(line.environment)
-    gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
-    if gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = gpus
+    if gpus := line.gpus or launcher_data(script.files).get("gpu_ids"):
+        variables |= {} if gpus == "all" else {"CUDA_VISIBLE_DEVICES": str(gpus)}
     own = variables_after(settings_in(script_text(script) or ""), {**os.environ, **variables})
     return TypedCommand(script, ranks, ranks_source, {**variables, **own}, own)
 
@@ -159,12 +159,6 @@ def declared(script: Script) -> list[str]:
     return [f"{knob}={flag}" for knob, flag in script.flags if _knob_named(flag) != knob]
 
 
-def _gpu_ids(file: ArgumentFile) -> object:
-    """Return the GPUs in accelerate's own file, or None."""
-    ids = file.data.get("gpu_ids") if file.launcher else None
-    return None if ids == "all" else ids
-
-
 # -- the launcher --------------------------------------------------------------------------------------------------------
 
 
@@ -194,17 +188,11 @@ def _default_config() -> Path:
 
 def launchers_config(line: CommandLine, files: Sequence[ArgumentFile], cwd: str) -> str | None:
     """Return the DeepSpeed config that accelerate's launcher or its file names, or None."""
-    named = (line.options.get("deepspeed_config_file") or _named_by(files)) if line.kind == ACCELERATE else None
-    path = Path(cwd) / (named or "")
+    if line.kind != ACCELERATE:
+        return None
+    inside = value_at(launcher_data(files), ("deepspeed_config", "deepspeed_config_file"))
+    path = Path(cwd) / (line.options.get("deepspeed_config_file") or inside or "")
     return str(path.resolve()) if is_ds_config(path) else None
-
-
-def _named_by(files: Sequence[ArgumentFile]) -> str | None:
-    for file in files:
-        inside = file.data.get("deepspeed_config") if file.launcher else None
-        if isinstance(inside, dict):
-            return inside.get("deepspeed_config_file")
-    return None
 
 
 def _ranks(line: CommandLine, script: Script) -> tuple[int | None, str]:

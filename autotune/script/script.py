@@ -19,6 +19,7 @@ from autotune.script.argument_files import (
     can_set_knob,
     carries_config,
     is_ds_config,
+    launcher_data,
     launcher_file,
     own_config,
     own_files,
@@ -242,7 +243,7 @@ def variables_for(script: Script, ranks: int) -> dict[str, str]:
 def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:
     """Return the launcher's words as typed, with the number of ranks and the winner's config inserted."""
     file = launcher_file(script)
-    named = next((one.data.get("num_processes") for one in script.files if one.launcher), None)
+    named = launcher_data(script.files).get("num_processes")
     wanted: dict[str, str] = {}
     if ranks not in (line.ranks, named if line.ranks is None else None) and "include" not in line.options:
         option, value = _deepspeed_ranks(ranks) if line.kind == DEEPSPEED else (_RANKS_OPTION[line.kind], str(ranks))

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.job import Job
+from autotune.util.bounds import bounded_bytes
 
 MEMORY = "probe.json"  # file in a study's folder: findings of its script's probe run
-SOURCES = (
-    # key of a profile and of a fingerprint: digests by path; paths below the call's folder are relative to it
-    "sources"
-)
+# key of a profile and of a fingerprint: digests by path; paths below the call's folder are relative to it
+SOURCES = "sources"
 # types of files that a script reads and that affect its training
 CONFIGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py")
 MOST_BYTES = 1 << 20  # bytes of such a file; larger ones are data
@@ -33,7 +32,7 @@ def digests(paths: Iterable[str | Path], cwd: str | Path) -> dict[str, str]:
     for path in paths:
         whole = os.path.join(cwd, path)
         with suppress(OSError):
-            digest = hashlib.sha256(Path(whole).read_bytes()).hexdigest()[:12]
+            digest = hashlib.sha256(bounded_bytes(Path(whole), stored=True)).hexdigest()[:12]
             found[os.path.relpath(whole, cwd) if whole.startswith(f"{cwd}{os.sep}") else whole] = digest
     return dict(sorted(found.items()))
 
@@ -51,7 +50,7 @@ def edited_since(before: Mapping[str, str], cwd: str | Path) -> list[str]:
 def stored_findings(path: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     """Return text, data and source digests that a probe run stored in a file; empty if there is none, or it is damaged."""
     with suppress(OSError, ValueError, RecursionError, AttributeError):
-        text = path.read_text(encoding="utf-8")
+        text = bounded_bytes(path, stored=True).decode()
         known = json.loads(text)
         sources = (known.get("profile") or known).get(SOURCES, {})
         return text, known, {str(name): str(digest) for name, digest in sources.items()}

@@ -14,10 +14,10 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
+from autotune.problem.ds_config import value_at
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.nvml import open_nvml
-from autotune.script.argument_files import value_at
 from autotune.script.profile import OPS, SEEDS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry

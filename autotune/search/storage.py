@@ -33,6 +33,7 @@ from sqlalchemy.exc import (
 from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, password_in, without_secrets
 from autotune.search.trial_rows import RowStorage
+from autotune.util.bounds import MOST_BYTES, bounded_bytes
 from autotune.util.file_systems import file_system_of
 from autotune.util.files import cannot_write, disk_fails
 
@@ -182,6 +183,11 @@ class _SmallCacheConnection(sqlite3.Connection):
 
 def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:
     _check_file(path, f"--storage {_JOURNAL}{path}", reading)
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.readline(MOST_BYTES)
+        if first[:1] not in (b"", b"{") or len(first) == MOST_BYTES:
+            raise _unreadable(path, "journal", ValueError("its first line is no log"))
     try:
         return optuna.storages.JournalStorage(JournalFile(path))
     except (ValueError, KeyError, TypeError) as error:
@@ -194,6 +200,8 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
         raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
     if path.exists() and not path.is_file():
         raise UserError(f"{shown} is a folder, a device or a pipe; expected a file")
+    if path.exists() and not path.stat().st_size:
+        _check_empty(path)
     if reading:
         if not path.exists():
             raise UserError(f"{shown}: there is no such file")
@@ -201,6 +209,19 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
             raise UserError(f"{path} cannot be read: give this user the right to")
     elif not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
         raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
+
+
+def _check_empty(path: Path) -> None:
+    """Raise a UserError if a file of size 0 is one of the kernel's, such as /proc/self/mem, and no new study."""
+    why = "it is a file of the kernel"
+    try:
+        if not bounded_bytes(path, 1):
+            return
+    except PermissionError:
+        return  # reported by the caller
+    except OSError as error:
+        why = str(error.strerror)
+    raise UserError(f"{path} holds no study ({why}): name a file on a disk with --storage, or remove the link")
 
 
 def _unreadable(path: Path, what: str, error: Exception) -> UserError:
@@ -214,6 +235,9 @@ def _check_sqlite(path: Path, reading: bool) -> None:
     """Raise a UserError that explains a faulty SQLite file, before Optuna creates one or fails with its own message."""
     _check_file(path, f"--storage {_SQLITE}{path}", reading)
     _check_rollback_journal(path)
+    for beside in (Path(f"{os.path.realpath(path)}{end}") for end in ("-wal", "-shm", "-journal")):
+        if beside.is_symlink():  # SQLite opens none
+            raise UserError(f"{beside} is a link, and no study has one there: remove it")
     if path.exists() and path.stat().st_size:
         try:
             # `mode=ro` would fail: the next process that opens the file rolls back a killed process's transaction,

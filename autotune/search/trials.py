@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import fcntl
 import gc
@@ -29,6 +28,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.heartbeat import Tuners
 from autotune.search.storage import open_storage
+from autotune.util.bounds import known_fields
 from autotune.util.files import write_atomically
 from autotune.util.units import GIB
 
@@ -191,8 +191,7 @@ class Call:
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Call:
         """Return a stored call without the fields of a newer version."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in stored.items() if name in known})
+        return cls(**known_fields(cls, stored))
 
 
 NO_CALL = Call("", 0.0)  # stands for the latest call of a study without any

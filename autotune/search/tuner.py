@@ -358,7 +358,6 @@ class TrialRecorder:
         """
         used_seconds = round(self.clock.used_seconds, 1)
         self.store.update_call(used_seconds, ended, confidence)
-        self.observer.clock(used_seconds, self.clock.budget_seconds)
         return used_seconds
 
     def poll_peers(self) -> list[tuple[Record, Outcome]]:
@@ -850,9 +849,6 @@ class Observer(Protocol):
     def print_line(self, text: str) -> None:
         """Receive a message for the user."""
 
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        """Receive the seconds used and the budget in seconds."""
-
 
 class NullObserver:
     """Observer that ignores all events."""
@@ -860,4 +856,4 @@ class NullObserver:
     def trial_started(self, *event: Any, **named: Any) -> None:
         """Do nothing."""
 
-    trial_finished = print_line = clock = trial_started
+    trial_finished = print_line = trial_started

@@ -6,14 +6,16 @@ before it is used.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
 import math
 import os
 import select
+import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,22 @@ PIPE_SECONDS = 60.0  # for the writers of a pipe
 _READ_BYTES = 2**20  # at a time
 _MOST_DEPTH = 200
 _SHOWN = 60  # characters of a value in a message
+
+
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that JSON data has. Fields of a newer version are dropped."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def used_fields(one: Any, always: Collection[str]) -> dict[str, Any]:
+    """Return a dataclass as JSON data, without fields that have their default.
+
+    Args:
+        always: fields that are kept in any case.
+    """
+    data, fields = dataclasses.asdict(one), dataclasses.fields(one)
+    return {each.name: data[each.name] for each in fields if each.name in always or data[each.name] != each.default}
 
 
 def display_value(value: object) -> str:
@@ -123,8 +141,11 @@ def read_text(path: Path, what: str, expected: str) -> str:
     return text
 
 
-def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES, *, stored: bool = False) -> bytes:
     """Return what a file holds, or one byte more than `most_bytes` of a longer one: a device may have no end.
+
+    Args:
+        stored: an earlier call wrote it, so a pipe or a device in its place is an error.
 
     Raises:
         OSError: the file cannot be read, or the writers of a pipe have not closed it within PIPE_SECONDS.
@@ -132,6 +153,8 @@ def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     data, until, poll = bytearray(), time.monotonic() + PIPE_SECONDS, select.poll()
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
+        if stored and not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
         poll.register(opened, select.POLLIN)
         while len(data) <= most_bytes:
             if not poll.poll(max(0.0, until - time.monotonic()) * 1000):

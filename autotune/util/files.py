@@ -1,15 +1,18 @@
-"""Atomic file writes, and a folder for sockets."""
+"""Atomic file writes, files of the package, and a folder for sockets."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import socket
 import tempfile
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import MachineError, UserError
 from autotune.masking import masked_values
@@ -20,6 +23,11 @@ _LONGEST_BASE_BYTES = 107 - 40
 # Errors of a disk or a file system that fails for any file, not errors of a name or a permission.
 _FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 _HELD = "held"  # the locked file in a folder of sockets
+
+
+def shipped_json(name: str) -> Any:
+    """Return the content of a JSON file in `autotune/data`."""
+    return json.loads((resources.files("autotune") / "data" / name).read_text(encoding="utf-8"))
 
 
 def cache_root() -> Path:

@@ -264,8 +264,9 @@ def _query(executable: str, *question: str) -> tuple[str, Any]:
 # -- this package, for another ---------------------------------------------------------------------------------------------
 
 
-def _with_path(env: dict[str, str], folder: Path) -> dict[str, str]:
-    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))}
+def _with_path(environment: dict[str, str], folder: Path) -> dict[str, str]:
+    path = filter(None, [str(folder), environment.get("PYTHONPATH")])
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @functools.cache

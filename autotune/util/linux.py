@@ -245,6 +245,7 @@ _NO_DEVICE, _REMOUNT, _PRIVATE, _DETACH = 4, 32, 0x40000, 2  # mount(2), umount2
 _NEW_MOUNTS, _NEW_IPC, _NEW_USER = 0x00020000, 0x08000000, 0x10000000  # unshare(2)
 _MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr(2), which has mount's flags
 _SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
+_TERMINALS = "/dev/pts"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -316,14 +317,41 @@ def copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Remove a folder with what this user may remove of it, whatever modes a script has left in it."""
+    """Remove a folder with what this user may remove of it, whatever depth and modes a script has left in it.
+
+    Inner folders move to the top one by one: neither Python's stack nor the number of descriptors bounds their depth.
+    """
     with suppress(OSError):  # another process removes it too
         _make_writable(folder)
-        for _, names, _, opened in os.fwalk(folder):
-            for name in names:
+        top = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            waiting, moved = ["."], os.urandom(8).hex()
+            for name in waiting:  # grows
+                waiting += _empty(name, top, f"{moved}-{len(waiting)}")
                 with suppress(OSError):
-                    _make_writable(name, opened)
-    shutil.rmtree(folder, ignore_errors=True)
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _empty(name: str, top: int, moved: str) -> list[str]:
+    """Remove the files of a folder, move its folders into the folder `top`, and return their names there."""
+    found = list[str]()
+    with suppress(OSError):
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=top)
+        try:
+            for entry in [*os.scandir(opened)]:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        _make_writable(entry.name, opened)
+                        os.rename(entry.name, new := f"{moved}-{len(found)}", src_dir_fd=opened, dst_dir_fd=top)
+                        found.append(new)
+                    else:
+                        os.unlink(entry.name, dir_fd=opened)
+        finally:
+            os.close(opened)
+    return found
 
 
 def _make_writable(folder: str | Path, opened: int | None = None) -> None:
@@ -444,10 +472,38 @@ def machine_devices(folder: str = "/dev") -> list[str]:
     return [one for one, state in found.items() if stat.S_ISBLK(state.st_mode) or not state.st_mode & writers[one]]
 
 
+def guard_devices(at: str, mounts: Collection[str]) -> None:
+    """Make a mount of /dev hold devices that can be written to, but not removed, and terminals and queues of its own.
+
+    The user's terminals are left out, and the `machine_devices` cannot be opened.
+
+    Args:
+        at: the mount.
+        mounts: mount points of this machine.
+
+    Raises:
+        OSError: the mount cannot be made read-only.
+    """
+    make_read_only(at)
+    inside = [f"{at}/{one.removeprefix('/dev/')}" for one in mounts if one.startswith("/dev/") and one != _TERMINALS]
+    for mounted in inside:  # a file of Kubernetes, large pages
+        with suppress(OSError):  # it lies below another mount
+            make_read_only(mounted)
+    for device in machine_devices():
+        with suppress(FileNotFoundError):  # unplugged since
+            mount(device, f"{at}/{device.removeprefix('/dev/')}", BIND)
+            make_read_only(f"{at}/{device.removeprefix('/dev/')}", devices=False)
+    with suppress(OSError):  # not in this kernel
+        mount("mqueue", f"{at}/mqueue", 0, "mqueue")
+    with suppress(OSError):  # no terminals
+        mount("devpts", f"{at}/pts", 0, "devpts", "newinstance,ptmxmode=0666,mode=0620")
+        mount(f"{at}/pts/ptmx", f"{at}/ptmx", BIND)  # may lead to the former terminals in a container
+
+
 def training_devices() -> list[str]:
     """Return the terminals' folder and all devices except for the `machine_devices`; regular files in /dev are none."""
     machine = {*machine_devices()}
-    return ["/dev/pts", *(device for device, _ in _devices("/dev") if device not in machine)]
+    return [_TERMINALS, *(device for device, _ in _devices("/dev") if device not in machine)]
 
 
 def _devices(folder: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -535,47 +591,83 @@ def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
     os.close(rules)
 
 
-# Architectures, their ioctl, and calls that change modes, owners, times and attributes, which Landlock does not cover.
+class _Calls(NamedTuple):
+    """Numbers of system calls of an architecture."""
+
+    audit: int  # AUDIT_ARCH_*
+    ioctl: int
+    prlimit64: int
+    priorities: tuple[int, ...]  # setpriority, ioprio_set
+    keyrings: tuple[int, ...]  # add_key, request_key, keyctl
+    queues: tuple[int, ...]  # System V shared memory, semaphores and queues, POSIX queues: sysvipc(7), mq_overview(7)
+    attributes: tuple[int, ...]  # change modes, owners, times and attributes, which Landlock does not cover
+
+
 _X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466, 469)
 _ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466, 469)
-_ATTRIBUTE_CALLS = {"x86_64": (0xC000003E, 16, _X86_CALLS), "aarch64": (0xC00000B7, 29, _ARM_CALLS)}
+_X86_QUEUES, _ARM_QUEUES = (*range(29, 32), *range(64, 72), 220, *range(240, 246)), (*range(180, 198),)
+_CALLS = {
+    "x86_64": _Calls(0xC000003E, 16, 302, (141, 251), (248, 249, 250), _X86_QUEUES, _X86_CALLS),
+    "aarch64": _Calls(0xC00000B7, 29, 261, (140, 30), (217, 218, 219), _ARM_QUEUES, _ARM_CALLS),
+}
 _WRITING_IOCTL, _FLAGS_IOCTLS = 0xC000FF00, (0x40006600, 0x40005800, 0x40007600)  # direction and type: ioctl_iflags(2)
 _BTRFS_IOCTLS = 0x40009400  # change subvolumes through a folder that is open for reading; copies fall back from FICLONE
 _IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
+_SEVERAL = 2  # PRIO_USER, IOPRIO_WHO_PGRP, IOPRIO_WHO_USER: more processes than the caller's own
 
 
-def ignore_attribute_changes() -> None:
-    """Have changes of attributes do nothing and succeed, so that programs that copy them go on.
+def ignore_changes(*, everywhere: bool) -> None:
+    """Have changes of other processes' limits and priorities do nothing and succeed, and hide the kernel's keyrings.
 
-    A seccomp(2) filter sees no paths: changes do nothing in any folder.
+    A seccomp(2) filter sees numbers, no paths and no kinship: a change names its own process by 0, else it does nothing.
+
+    Args:
+        everywhere: no namespace confines this process. Attributes of files stay too, in any folder, so that programs that copy
+            them go on. The kernel seems to have neither System V memory nor queues.
 
     Raises:
         OSError: the kernel has no seccomp filters, or the architecture is not known.
     """
-    if platform.machine() not in _ATTRIBUTE_CALLS:
+    if platform.machine() not in _CALLS:
         raise OSError(errno.EOPNOTSUPP, f"No system calls are known for {platform.machine()}")
-    architecture, ioctl, calls = _ATTRIBUTE_CALLS[platform.machine()]
+    calls = _CALLS[platform.machine()]
     load, equals, at_least, mask, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD, BPF_JEQ, BPF_JGE, BPF_AND, BPF_RET
-    ends = {"allow": 0x7FFF0000, "pretend": 0x00050000}  # SECCOMP_RET_*
-    ends |= {"refuse": 0x00050000 | errno.ENOSYS, "lack": 0x00050000 | errno.EOPNOTSUPP}
-    program = [  # code, value, where to go if it holds and if not
-        (load, 4, "", ""),
-        (equals, architecture, "", "refuse"),
-        (load, 0, "", ""),
-        (at_least, _X32_CALLS, "refuse", ""),
-        (equals, _IO_URING_SETUP, "refuse", ""),
-        *((equals, number, "pretend", "") for number in calls),
-        (equals, ioctl, "", "allow"),
-        (load, 24, "", ""),
-        (mask, _WRITING_IOCTL, "", ""),
-        *((equals, number, "pretend", "") for number in _FLAGS_IOCTLS),
-        (equals, _BTRFS_IOCTLS, "lack", ""),
-        *((end, value, "", "") for value in ends.values()),
+    first, second, third = 16, 24, 32  # places of arguments, in bytes
+    program = [  # name of a step, code, value, where to go if it holds and if not
+        ("", load, 4, "", ""),
+        ("", equals, calls.audit, "", "refuse"),
+        ("", load, 0, "", ""),
+        ("", at_least, _X32_CALLS, "refuse", ""),
+        *(("", equals, number, "refuse", "") for number in calls.keyrings),
+        *(("", equals, number, "priority", "") for number in calls.priorities),
+        ("", equals, calls.prlimit64, "limit", "attributes" if everywhere else "allow"),
+        ("priority", load, first, "", ""),
+        ("", at_least, _SEVERAL, "pretend", ""),
+        ("", load, second, "", ""),
+        ("", equals, 0, "allow", "pretend"),
+        ("limit", load, first, "", ""),
+        ("", equals, 0, "allow", ""),
+        ("", load, third, "", ""),  # address of a new limit: zero if limits are only read
+        ("", equals, 0, "", "pretend"),
+        ("", load, third + 4, "", ""),
+        ("", equals, 0, "allow", "pretend"),
+        ("attributes", load, 0, "", ""),
+        *(("", equals, number, "refuse", "") for number in (_IO_URING_SETUP, *calls.queues)),
+        *(("", equals, number, "pretend", "") for number in calls.attributes),
+        ("", equals, calls.ioctl, "", "allow"),
+        ("", load, second, "", ""),
+        ("", mask, _WRITING_IOCTL, "", ""),
+        *(("", equals, number, "pretend", "") for number in _FLAGS_IOCTLS),
+        ("", equals, _BTRFS_IOCTLS, "lack", "allow"),
+        ("allow", end, 0x7FFF0000, "", ""),  # SECCOMP_RET_*
+        ("pretend", end, 0x00050000, "", ""),
+        ("refuse", end, 0x00050000 | errno.ENOSYS, "", ""),
+        ("lack", end, 0x00050000 | errno.EOPNOTSUPP, "", ""),
     ]
-    goals = {name: len(program) - len(ends) + at for at, name in enumerate(ends)}
+    places = {name: at for at, (name, *_) in enumerate(program) if name}
     steps = [
-        (code, *(goals.get(to, at + 1) - at - 1 for to in (yes, no)), value)
-        for at, (code, value, yes, no) in enumerate(program)
+        (code, *(places.get(to, at + 1) - at - 1 for to in (yes, no)), value)
+        for at, (_, code, value, yes, no) in enumerate(program)
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in steps))
     _call("prctl", _SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import UserError
 from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
@@ -112,10 +113,14 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
 
     Yields:
         True if a build was killed here.
+
+    Raises:
+        UserError: a link leads out of the folder, and the build would write through it.
     """
     place, building, boot = folder / op, folder / f".{op}.building", boot_id()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+    _check_no_links_out(folder, [place, building, folder / f".{op}.lock"])
     descriptor = _lock(folder / f".{op}.lock", wait)
     try:
         # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
@@ -142,6 +147,13 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in between must not keep the lock
             os.close(descriptor)
+
+
+def _check_no_links_out(folder: Path, written: list[Path]) -> None:
+    """Check that files that a build writes lie in this folder. Trials may write here, and leave a link to any file."""
+    for path in (inner for one in written for inner in (one, *([] if one.is_symlink() else one.rglob("*")))):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise UserError(f"{path} is a link out of {folder}, and a build would write through it: remove it")
 
 
 def _lock(path: Path, wait: Callable[[], None]) -> int | None:

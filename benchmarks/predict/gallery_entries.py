@@ -34,7 +34,7 @@ from autotune.gallery.schema import (
 )
 from autotune.gallery.warm_start import entries_folder
 from autotune.problem.candidate import Candidate, knobs_of, samples
-from autotune.problem.hardware import gpu_table
+from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB

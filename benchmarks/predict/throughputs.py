@@ -15,7 +15,8 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import StepWork, spend, step_work
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware, named_gpu
+from autotune.problem.gpu_specs import named_gpu
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.util.units import GIB

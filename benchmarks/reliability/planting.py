@@ -129,9 +129,6 @@ class Planter:
     def print_line(self, text: str) -> None:
         pass
 
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        pass
-
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         if self._noticed is not None:
             self.found.faults[-1]["seconds"] = round(time.monotonic() - self._noticed, 3)

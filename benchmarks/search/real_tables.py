@@ -29,7 +29,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import yaml
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.executors.replay import Row, load_replay_table, write_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
@@ -37,7 +37,6 @@ from autotune.problem.job import Job, Lora, Script
 from autotune.problem.models import ModelSpec
 from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import load_space
-from autotune.results.export import deepspeed_config
 from autotune.script.profile import job_of, unknown_job
 from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
@@ -165,7 +164,9 @@ def job_for(recipe: Recipe, folder: Path) -> Job:
     hardware = detect("cpu", recipe.ranks)
     script = Script(tuple(script_words(recipe, own)), str(folder))
     with opened(unknown_job(script, hardware), hardware, folder, [Candidate(())]) as executor:
-        seen = probe(executor, script, folder, PROBE_SECONDS, lambda text: print(text, file=sys.stderr))
+        seen = probe(
+            executor, script, folder, StartupDeadline(PROBE_SECONDS), lambda text: print(text, file=sys.stderr)
+        )
     return job_of(seen.script, hardware, recipe.batch)
 
 
@@ -176,7 +177,7 @@ def script_words(recipe: Recipe, config: Path) -> list[str]:
 
 def words(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, steps: int = ENDLESS) -> list[str]:
     """A plain training with the candidate: its script and arguments."""
-    config = deepspeed_config(candidate, job)
+    config = candidate.ds_config(job)
     if job.script is not None:
         (folder / "ds.json").write_text(json.dumps(config))
         return [*script_words(recipe, folder / "ds.json"), "--steps", str(steps)]

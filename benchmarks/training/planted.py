@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,13 +156,11 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
             recorder.backward(engine, loss)
             # The gradient is changed behind the loss that is seen, as DeepSpeed's own faults do.
             engine.backward(loss * weight)
-            if engine.is_gradient_accumulation_boundary():
-                recorder.before_step(engine)
+            with recorder.step(engine) if engine.is_gradient_accumulation_boundary() else nullcontext():
                 engine.step()
-                recorder.after_step(engine)
-            else:
-                engine.step()
-    return {**recorder.report(), "seconds": [recorder.take_seconds(), time.perf_counter() - began]}
+    report = recorder.report()
+    assert report is not None
+    return {**report, "seconds": [recorder.take_seconds(), time.perf_counter() - began]}
 
 
 def _weight(run: Run, step: int, number: int, accumulation: int) -> float:

@@ -30,14 +30,13 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.rank.step_statistics import pace_of
-from autotune.results.export import deepspeed_config
 from autotune.script.profile import job_of, unknown_job
 from autotune.search.fingerprint import watched_variables
 from autotune.search.study import StudyStore
@@ -145,10 +144,12 @@ def compare(
             ("--model",): lambda row: measured(of_model, row.candidate, how.measure_spec),
         }
         if with_script:
-            config = deepspeed_config(tried[0], job)
+            config = tried[0].ds_config(job)
             script = Script(tuple(plain_words(job, config, ENDLESS, folder)), str(folder))
             of_script = stack.enter_context(opened(unknown_job(script, hardware), hardware, folder / "script", tried))
-            seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
+            seen = probe(
+                of_script, script, folder, StartupDeadline(DEADLINE_SECONDS), lambda text: print(text, file=sys.stderr)
+            )
             of_script.job = job_of(seen.script, hardware, job.global_batch_size)
             ways["script",] = lambda row: measured(of_script, row.candidate, how.measure_spec)
         in_turn(rows, ways, how.rounds)
@@ -173,7 +174,7 @@ def trained(job: Job, candidate: Candidate, steps: int, device: str, warmup: int
         steps: after those of the warm-up.
     """
     variables = variables_of(candidate, threads_per_rank(job.ranks), watched_variables())
-    config = deepspeed_config(candidate, job)
+    config = candidate.ds_config(job)
     found = train_plainly(job, config, candidate.checkpointing, steps, device, variables, warmup=warmup)
     samples = job.ranks * candidate.micro_batch * candidate.accumulation
     return [found["samples_per_second"], samples / pace_of(found["each"]).seconds]

@@ -24,7 +24,6 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.results.export import deepspeed_config
 from autotune.util.units import MIB
 from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.trials.ranks import WARMUP_STEPS, Deadlines, LocalExecutor, opened, train_plainly
@@ -76,7 +75,7 @@ def a_configuration(executor: LocalExecutor, rounds: int) -> list[dict[str, Any]
         session.close()
         ours.append(sum(outside) / len(rungs))
         began = time.monotonic()
-        trained = train_plainly(job, deepspeed_config(rungs[0], job), False, 10 - WARMUP_STEPS, device)
+        trained = train_plainly(job, rungs[0].ds_config(job), False, 10 - WARMUP_STEPS, device)
         cold.append(time.monotonic() - began - 10 * trained["step_seconds"])
     ratio = statistics.median(a / b for a, b in zip(ours, cold, strict=True))
     return [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.predict.trace_cache import closed_form_trace
-from autotune.problem.hardware import gpu_table
+from autotune.problem.gpu_specs import gpu_table
 from benchmarks.predict.published import published
 from benchmarks.predict.published.gpus import cards_in, gpu_of
 from benchmarks.predict.published.lora import lora_of, targets_in

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.commands import launch, run
 from autotune.commands.launch import about_variables
+from autotune.commands.request import Request
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
@@ -123,7 +124,7 @@ def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
     setup: Any = SimpleNamespace(
         name="s",
         folder=tmp_path / "runs/s",
-        out=tmp_path / "elsewhere/best.json",
+        request=Request(out=tmp_path / "elsewhere/best.json"),
         storage=None,
         space=space,
         candidates=(),

@@ -13,8 +13,8 @@ from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.trace import traced_predictor
-from autotune.problem.gpu_specs import cloud_machines, price_table
-from autotune.problem.hardware import gpu_table, named_hardware
+from autotune.problem.gpu_specs import cloud_machines, gpu_table, price_table
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from autotune.commands.request import Request
 from autotune.commands.run import first_executor, parallel_executors
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect, usable_cpus
@@ -70,7 +71,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     study, hardware = tmp_path / "runs" / "s", detect("cpu", 1)
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
     place: Any = SimpleNamespace(hardware=hardware, variables={})
-    about = {"candidates": (), "isolation": "fork", "seed": 0, "nodes": None, "replay_table": None}
+    about = {"candidates": (), "request": Request(), "nodes": None, "replay_table": None}
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
     first = first_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)

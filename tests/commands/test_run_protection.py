@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.commands.doctor import _protection
+from autotune.commands.request import Request
 from autotune.commands.run import with_agreed_protection
 from autotune.commands.script_probe import Probe, ShortRuns, after_probe, check_batch
 from autotune.commands.setup import Setup as RunSetup
@@ -111,12 +112,21 @@ def test_the_answer_holds_for_every_trial_of_a_script(tmp_path: Path) -> None:
     profile |= {"checkpointing": False, "batch_note": ""}
     script, hardware = Script(("train.py",), str(tmp_path), profile=profile), detect("cpu", 2)
     own = replace(make_job(), script=script, unprotected=True, interpreter=replace(OWN))
-    space = load_space("default")
-    budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0}
-    of: dict[str, Any] = {"name": "s", "folder": tmp_path, "storage": None, "out": None, "found_no_gpu": False}
-    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "replay_table": None, "exhaustive": False}
-    what: dict[str, Any] = {"job": own, "hardware": hardware, "space": space, "candidates": (), "notes": ()}
-    whole = RunSetup(**what, **of, **budget, **how, global_batch_size=None, free_batch=False)
+    whole = RunSetup(
+        request=Request(),
+        job=own,
+        hardware=hardware,
+        space=load_space("default"),
+        candidates=(),
+        notes=(),
+        replay_table=None,
+        name="s",
+        folder=tmp_path,
+        storage=None,
+        global_batch_size=None,
+        budget_seconds=60.0,
+        tolerance=0.0,
+    )
     started: list[Job] = []
 
     def session(*_: object, job: Job) -> Any:

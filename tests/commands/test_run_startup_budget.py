@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.commands.run import CallClock, StartupDeadline
+from autotune.commands.run import CallClock
+from autotune.commands.script_probe import StartupDeadline
 from autotune.errors import NothingFits, Stopped
 from autotune.executors.machine import Ops
 from autotune.predict.trace import _outputs

@@ -123,7 +123,7 @@ def test_trials_repeat_the_first_seeds_unless_a_measured_run_named_the_same(
 
 
 def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = {"9": {"index": 4, "bytes": 80, "read": 9, "tokens": 12}}
+    largest = {"9-0a1b2c3d": {"index": 4, "bytes": 80, "read": 9, "tokens": 12, "samples": 9}}
     facts: dict[str, Any] = {"micro_batch": 2, "accumulation": 1, "micros": 1, "rows": 2, "config": {}, "widest": 8}
     unset = (
         "model_config precision causal model trained frozen checkpointing checkpointed through_arguments loader_prepared "

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import (
-    _counted_otherwise,
-    _in_one_line,
-    _limits,
-    _profile,
-    _refuse_unless_run,
-    least_memory_candidate,
-)
+from autotune.commands.script_probe import _in_one_line, _limits, _profile, _refuse_unless_run, least_memory_candidate
 from autotune.errors import MachineError, ScriptFails, UserError
 from autotune.executors.local import failed_outcome
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
@@ -105,15 +98,6 @@ def test_marks_below_the_lines_of_a_traceback_are_left_out(tmp_path: Path) -> No
         _refuse_unless_run(executor, outcome, {"micros": 1}, 60.0, SimpleNamespace(seconds=60.0))  # type: ignore[arg-type]
     said = str(caught.value).splitlines()
     assert [line.strip() for line in said[1:-1]] == ['File "x.py", line 3', "a = b[c]", "IndexError: at ^c"]
-
-
-def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
-    assert _counted_otherwise({"rows_per_sample": 2.0})
-    assert not _counted_otherwise({"rows_per_sample": 1.0})
-    assert not _counted_otherwise({"rows_per_sample": 2.0, "counted": "rows"})
-    assert _counted_otherwise({"counted": "rows", "batch_note": "it has its own"})
-    assert not _counted_otherwise({"counted": "rows", "batch_note": "it has its own", "held": {}})
-    assert not _counted_otherwise({"counted": "rows", "batch_note": ""})
 
 
 @pytest.mark.parametrize(

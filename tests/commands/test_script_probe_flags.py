@@ -12,10 +12,11 @@ import pytest
 from autotune.commands.script_probe import ShortRuns, _cut_by_loop, _mapped, flags_found
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
+from autotune.problem.ds_config import value_at
 from autotune.problem.faults import accumulation_facts, job_facts
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values, value_at
+from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values
 from autotune.script.argument_writer import parsed, winners_files
 from autotune.script.profile import BY_HAND, batch_seen
 from autotune.script.script import carries_knob, command, settings

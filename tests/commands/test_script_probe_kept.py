@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.commands import script_probe
-from autotune.commands.script_probe import Probe, probe
+from autotune.commands.script_probe import Probe, StartupDeadline, probe
 from autotune.errors import Stopped
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
@@ -39,19 +39,19 @@ def test_a_measured_first_run_is_kept_and_the_next_call_goes_on_from_it(
     monkeypatch.setattr(script_probe, "_checked", checks)
     said: list[str] = []
     with pytest.raises(Stopped):
-        probe(executor, script, tmp_path, 60.0, said.append)
+        probe(executor, script, tmp_path, StartupDeadline(60.0), said.append)
     assert "40 samples/s" in said[-1]
-    found = probe(executor, script, tmp_path, 60.0, said.append)
+    found = probe(executor, script, tmp_path, StartupDeadline(60.0), said.append)
     assert ran == ["first run"]
     assert checked[1] == (mine, {"micro_batch": 4})
     script_probe.remember(found, tmp_path)
     (tmp_path / script_probe.MEMORY).unlink()
     with pytest.raises(Stopped):
-        probe(executor, script, tmp_path, 60.0, said.append)
+        probe(executor, script, tmp_path, StartupDeadline(60.0), said.append)
     assert len(ran) == 2, "the study has its findings"
     (tmp_path / "train.py").write_text("edited")
     with pytest.raises(Stopped):
-        probe(executor, script, tmp_path, 60.0, said.append)
+        probe(executor, script, tmp_path, StartupDeadline(60.0), said.append)
     assert len(ran) == 3, "the script was edited"
 
 
@@ -62,7 +62,7 @@ def test_ops_built_in_the_first_run_use_up_no_budget(tmp_path: Path, monkeypatch
     executor.now = lambda: executor.clock
     limits, left = list[float](), list[float]()
 
-    def first_run(executor: Any, candidate: object, name: str, seconds: float, spec: object) -> tuple[Outcome, Any]:
+    def first_run(executor: Any, candidate: object, name: str, seconds: float) -> tuple[Outcome, Any]:
         limits.append(seconds)
         executor.clock += 120.0  # of which 100 for builds
         ops.all_build_seconds += 100.0
@@ -76,6 +76,8 @@ def test_ops_built_in_the_first_run_use_up_no_budget(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(script_probe, "_run_with_ops", first_run)
     monkeypatch.setattr(script_probe, "_checked", checks)
-    probe(executor, Script(("train.py",), str(tmp_path)), tmp_path, 60.0, lambda line: None, spent_seconds=10.0)
-    assert limits == [script_probe.FIRST_SHARE * 50.0]
+    budget = StartupDeadline(60.0)
+    budget.begin(executor, 30.0)  # 10 s ago, without builds
+    probe(executor, Script(("train.py",), str(tmp_path)), tmp_path, budget, lambda line: None)
+    assert limits == [50.0]
     assert left == [30.0]

@@ -22,7 +22,7 @@ def test_a_seed_that_no_generator_takes(seed: int) -> None:
 
 
 def test_the_last_seed_there_is() -> None:
-    assert run_setup(Request(executor=f"replay:{TABLE}", study="s", seed=2**32 - 1)).seed == 2**32 - 1
+    assert run_setup(Request(executor=f"replay:{TABLE}", study="s", seed=2**32 - 1)).request.seed == 2**32 - 1
 
 
 def test_where_a_winner_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.commands.request import Request
 from autotune.commands.setup import own_variables_note, ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.script.parse_command import read_command
@@ -24,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ranks_have_what_the_script_sets_from_their_start(folder: Path) -> None:
-    typed = typed_command(["train.py"], [])
+    typed = typed_command(Request(script=["train.py"]), None)
     assert (os.environ["HF_ENDPOINT"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("https://a", "0,1")
     for environment in (training_environment("cuda", 3), trial_environment("cuda", 3)):
         assert environment["HF_ENDPOINT"] == "https://a"

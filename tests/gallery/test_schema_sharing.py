@@ -122,6 +122,7 @@ def test_what_was_not_measured_is_not_shared() -> None:
 def test_layers_that_nobody_knows_are_all_linear_ones() -> None:
     assert public_lora("r=8,targets=q_proj+v_proj,saved=lm_head") == "r=8,targets=q_proj+v_proj,saved=lm_head"
     assert public_lora("r=8,targets=q_proj+mine,alpha=3") == "r=8,alpha=3"
+    assert public_lora("r=8,targets=mine,quantize=nf4") == str(parse_lora("r=8,quantize=nf4"))
 
 
 def test_a_knob_whose_value_is_a_text_is_left_out_of_its_candidate() -> None:

@@ -14,7 +14,8 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
+from autotune.problem.gpu_specs import gpu_table
+from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Lora
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.interpreter import OWN

@@ -1,8 +1,7 @@
 import dataclasses
 import re
 
-from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import gpu_table
+from autotune.problem.gpu_specs import Price, gpu_table, price_table
 
 
 def test_every_price_is_of_a_known_card_and_has_a_source_and_a_date() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.problem import gpu_specs, hardware
-from autotune.problem.gpu_specs import default_host_bytes
-from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware
+from autotune.problem.gpu_specs import default_host_bytes, facts_for, gpu_table, named_gpu
+from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.search.fingerprint import fingerprint
 from autotune.util.units import GIB, MIB
 from autotune.workers.launchers import trial_environment

@@ -1,22 +1,28 @@
 """How many CPUs a process may compute on, and what each rank gets of them."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from autotune.problem import hardware
+from autotune.problem import host_memory
 from autotune.problem.hardware import threads_per_rank, usable_cpus
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """16 CPUs, and cgroups in a folder of the test's."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """16 CPUs, and cgroups of both versions in a folder of the test's."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
-    return tmp_path
+    monkeypatch.setattr(host_memory, "PROC", tmp_path)
+    mounts = {"": "cgroup2 cgroup rw", "cpu,cpuacct": "cgroup cgroup rw,cpu,cpuacct"}
+    top = tmp_path / "mounted"
+    lines = [f"35 31 0:32 / {top / at} rw - {kind}\n" for at, kind in mounts.items()]
+    (tmp_path / "mountinfo").write_text("".join(lines))
+    host_memory.cgroup_folders.cache_clear()
+    yield tmp_path
+    host_memory.cgroup_folders.cache_clear()
 
 
 def write(path: Path, text: str) -> None:
@@ -57,10 +63,10 @@ def test_affinity_counts_and_not_the_machine(machine: Path, monkeypatch: pytest.
 def test_a_cgroups_quota_counts_and_every_one_above_it(
     machine: Path, own: str, files: dict[str, str], expected: int
 ) -> None:
-    write(machine / "own", own)
+    write(machine / "cgroup", own)
     for name, text in files.items():
-        write(machine / "cgroup" / name, text)
-    (machine / "cgroup").mkdir(exist_ok=True)
+        write(machine / "mounted" / name, text)
+    (machine / "mounted").mkdir(exist_ok=True)
     assert usable_cpus() == expected
 
 

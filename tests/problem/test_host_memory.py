@@ -53,9 +53,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine of 64 GiB of which 48 are available, in no group; what was found before is forgotten."""
     monkeypatch.setattr(host_memory, "main_memory", lambda: MainMemory(total=TOTAL, available=FREE))
     monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
-    host_memory._groups.cache_clear()
+    host_memory.cgroup_folders.cache_clear()
     yield
-    host_memory._groups.cache_clear()
+    host_memory.cgroup_folders.cache_clear()
 
 
 def test_a_machine_without_cgroups_gives_all_that_it_has() -> None:
@@ -147,15 +147,15 @@ ASK = "from autotune.problem.host_memory import *; print(host_total_bytes(), hos
 def limited_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A real cgroup of 512 MiB below this process's own; skipped where this machine does not let us make one."""
     monkeypatch.undo()
-    host_memory._groups.cache_clear()
-    for folder, controller in host_memory._groups():
+    host_memory.cgroup_folders.cache_clear()
+    for folder, filesystem in host_memory.cgroup_folders("memory"):
         made = folder / f"autotune-test-{uuid.uuid4().hex[:8]}"
         try:
             made.mkdir()
         except OSError:
             continue
         try:
-            (made / controller.limits[0]).write_text(str(512 * MIB))
+            (made / host_memory._VERSIONS[filesystem].limits[0]).write_text(str(512 * MIB))
         except OSError:  # no memory controller was delegated to us
             made.rmdir()
             continue

@@ -149,18 +149,23 @@ FAKE = "zero_optimization.fake"
 @pytest.mark.parametrize(
     ("name", "knob", "first_order", "missing"),
     [
-        (FAKE, Knob(FAKE, int), False, ["docs/knobs.md", "search_spaces/"]),  # its predictions are less certain
-        (FAKE, Knob(FAKE, int), True, ["docs/knobs.md", "search_spaces/", "recovery/ladder.py", "search/pruning.py"]),
-        ("fake", Knob("fake", bool), False, ["docs/knobs.md", "search_spaces/", "predict/features.py"]),
+        (FAKE, Knob(int, path=FAKE), False, ["docs/knobs.md", "search_spaces/"]),  # its predictions are less certain
+        (
+            FAKE,
+            Knob(int, path=FAKE),
+            True,
+            ["docs/knobs.md", "search_spaces/", "recovery/ladder.py", "search/pruning.py"],
+        ),
+        ("fake", Knob(bool, path="fake"), False, ["docs/knobs.md", "search_spaces/", "predict/features.py"]),
         (
             "fake",
-            Knob(None, bool),
+            Knob(bool, path=None),
             False,
             ["docs/knobs.md", "search_spaces/", "predict/features.py", "results/export.py"],
         ),
         (
             "fake",
-            Knob("fake", bool, ReadCondition(lambda knobs: False)),
+            Knob(bool, ReadCondition(lambda knobs: False), "fake"),
             False,
             ["problem/knobs.py: no setting under which it is read"],
         ),

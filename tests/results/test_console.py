@@ -43,7 +43,6 @@ def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for record in study.records():
             assert record.outcome is not None
             live.trial_finished(record.number, record.candidate, record.role, record.outcome)
-        live.clock(1.0, 60.0)
         live.print_line("hello")
         console.print(live._render())
     text = console.export_text()

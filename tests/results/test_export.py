@@ -19,7 +19,6 @@ from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Measurement
 from autotune.results.export import (
     accelerate_config,
-    deepspeed_config,
     hf_deepspeed_config,
     meta,
     training_arguments,
@@ -48,8 +47,8 @@ def winner(stage: int = 2, **knobs: object) -> Candidate:
 
 def test_the_users_own_config_is_kept_and_nothing_is_invented() -> None:
     batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": 24}
-    assert deepspeed_config(winner(), make_job()) == {**batch, "zero_optimization": {"stage": 2}}
-    config = deepspeed_config(winner(3), make_job(base_config=OWN))
+    assert winner().ds_config(make_job()) == {**batch, "zero_optimization": {"stage": 2}}
+    config = winner(3).ds_config(make_job(base_config=OWN))
     zero = {"stage3_prefetch_bucket_size": 123, "stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     assert config == {**OWN, **batch, "zero_optimization": zero}
 
@@ -266,7 +265,7 @@ def test_the_environment_that_it_was_measured_in_is_said(monkeypatch: pytest.Mon
     assert first == (
         "start it with OMP_NUM_THREADS=3 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: it was measured so"
     )
-    assert "expandable" not in json.dumps(deepspeed_config(grown, make_job()))
+    assert "expandable" not in json.dumps(grown.ds_config(make_job()))
 
 
 def test_what_stands_beside_the_config() -> None:
@@ -329,7 +328,7 @@ def test_a_spread_of_more_than_a_step_and_an_optimizer_of_the_users_own() -> Non
 def test_a_deepspeed_config_and_its_meta(tmp_path: Path) -> None:
     out = tmp_path / "new" / "winner.json"
     assert write_export(winner(), make_job(), out, {"study": "s"}) == [out, out.with_name("winner.meta.json")]
-    assert out.read_text() == json.dumps(deepspeed_config(winner(), make_job()), indent=2) + "\n"
+    assert out.read_text() == json.dumps(winner().ds_config(make_job()), indent=2) + "\n"
     assert json.loads(out.with_name("winner.meta.json").read_text()) == {"study": "s"}
 
 
@@ -379,7 +378,7 @@ def test_accelerate_has_its_config_in_a_file_of_its_own(tmp_path: Path, device: 
     assert list(yaml.safe_load(out.read_text())) == list(accelerate_config(winner(3), make_job(), "", device)), (
         "in order"
     )
-    assert json.loads(config.read_text()) == deepspeed_config(winner(3), make_job())
+    assert json.loads(config.read_text()) == winner(3).ds_config(make_job())
 
 
 def test_accelerates_path_is_as_the_file_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +398,8 @@ def test_accelerates_config_of_a_trainers_script_is_trainers(tmp_path: Path, thr
     job = make_job(script=script, base_config=OWN)
     write_export(winner(), job, tmp_path / "w.yaml", {}, style="accelerate")
     written = json.loads((tmp_path / "w.accelerate.deepspeed.json").read_text())
-    assert written == (hf_deepspeed_config if through_arguments else deepspeed_config)(winner(), job)
+    expected = hf_deepspeed_config(winner(), job) if through_arguments else winner().ds_config(job)
+    assert written == expected
 
 
 def test_copies_of_a_scripts_files_of_arguments_are_beside_the_config(tmp_path: Path) -> None:

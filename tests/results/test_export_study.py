@@ -17,14 +17,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.console import train_with
-from autotune.results.export import (
-    FORMATS,
-    deepspeed_config,
-    environment_of,
-    export_record,
-    export_study,
-    training_arguments,
-)
+from autotune.results.export import FORMATS, environment_of, export_record, export_study, training_arguments
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY
 from autotune.workers.jit_ops import FOLDER
@@ -70,7 +63,7 @@ def test_the_winner_goes_into_the_studys_folder(folder: Path, style: str, names:
     assert told["fingerprint"] == store.study.user_attrs["fingerprint"]
     assert told["headroom"] == store.hardware.headroom
     if style == "deepspeed":
-        assert json.loads((folder / "runs/s/s.json").read_text()) == deepspeed_config(winner.candidate, store.job)
+        assert json.loads((folder / "runs/s/s.json").read_text()) == winner.candidate.ds_config(store.job)
     if style == "hf":
         arguments = json.loads((folder / "runs/s" / names[0]).read_text())
         assert arguments == training_arguments(winner.candidate, store.job, "cpu"), "the study's device"

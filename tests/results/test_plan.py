@@ -21,8 +21,8 @@ from autotune.predict.what_if import (
     measured_cards,
     published_rows,
 )
-from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import gpu_table, named_hardware
+from autotune.problem.gpu_specs import Price, gpu_table, price_table
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space
 from autotune.results.plan import (
@@ -34,9 +34,9 @@ from autotune.results.plan import (
     Plan,
     bar,
     cards_table,
+    comparison_table,
     describe_errors,
     knobs_text,
-    show_comparison,
     show_plan,
 )
 from tests.conftest import make_candidate, make_job
@@ -45,7 +45,7 @@ from tests.conftest import make_candidate, make_job
 def shown(plan: Plan) -> str:
     out = Console(record=True, width=140, file=io.StringIO())
     show_plan(plan, out)
-    show_comparison([plan], out)
+    comparison_table([plan]).show(out, folded="config")
     return out.export_text()
 
 

@@ -106,7 +106,7 @@ class Broken:
     def close(self, winner):
         time.sleep(600)
 
-trackers.TRACKERS["broken"] = ("json", Broken)
+trackers.TRACKERS["broken"] = Broken
 trackers.main(*sys.argv[1:])
 """
 
@@ -133,9 +133,9 @@ def test_a_tracker_that_fails_or_hangs_costs_one_line(
 def test_trackers_that_cannot_be_used_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--track wandbb: expected wandb, mlflow, tensorboard; did you mean wandb"):
         check_trackers(["wandbb"])
-    monkeypatch.setitem(TRACKERS, "wandb", ("no_such_package", TRACKERS["wandb"][1]))
-    with pytest.raises(UserError, match="--track wandb needs the package no_such_package"):
-        check_trackers(["wandb"])
+    monkeypatch.setitem(TRACKERS, "no_such_package", TRACKERS["wandb"])
+    with pytest.raises(UserError, match="--track no_such_package needs the package no_such_package"):
+        check_trackers(["no_such_package"])
 
 
 def test_a_trials_own_tracker_is_off_and_knows_no_run_of_the_user() -> None:

@@ -11,12 +11,15 @@ import fcntl
 import importlib
 import json
 import os
+import platform
+import resource
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import traceback
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import Any
 SECONDS = 30  # for one way
 MOST_BYTES = 1 << 24  # compared of a file, with its size and times
 PR_SET_PDEATHSIG = 1
+GET_IO_PRIORITY = 252 if platform.machine() == "x86_64" else 31  # ioprio_get(2)
 GET_FLAGS = 0x80086601  # ioctl_iflags(2)
 SOURCES = {
     "home/.bashrc": "alias",
@@ -123,6 +127,9 @@ class Runner:
         os.environ.update(HOME=str(self.live / "home"), RUN=str(self.live / "home/project/runs"))
         os.environ.pop("TMPDIR", None)
         self.outside, self.before, self.expected = 0, -1, dict[str, Any]()
+        self.terminal, self.shown = os.openpty()  # the user's, in another window
+        os.environ["TTY"] = os.ttyname(self.shown)
+        os.set_blocking(self.terminal, False)
         self.number = 0
         self.renew()
 
@@ -152,7 +159,7 @@ class Runner:
             time.sleep(1e6)
         os.close(keep)
         os.environ["OUT"] = str(self.outside)
-        self.expected = tree_of(self.live)
+        self.expected = tree_of(self.live) | self.outside_state()
 
     def stop_outside(self) -> None:
         if self.outside:
@@ -160,6 +167,18 @@ class Runner:
             os.waitpid(self.outside, 0)
         if self.before >= 0:
             os.close(self.before)
+
+    def outside_state(self) -> dict[str, Any]:
+        """Return limits, priority and OOM score of the outside process, and what the user's terminal shows."""
+        pid, shown = self.outside or os.getpid(), b""
+        with contextlib.suppress(BlockingIOError):
+            shown = os.read(self.terminal, 4096)
+        return {
+            "limits": [resource.prlimit(pid, number) for number in range(16)],  # RLIMIT_*
+            "priority": (os.getpriority(os.PRIO_PROCESS, pid), ctypes.CDLL(None).syscall(GET_IO_PRIORITY, 1, pid)),
+            "score": Path(f"/proc/{pid}/oom_score_adj").read_text(),
+            "terminal": f"{shown!r} {termios.tcgetattr(self.terminal)}",
+        }
 
     def run(self, way: dict[str, Any]) -> tuple[int, str]:
         """Return the way's exit status, and what it has printed."""
@@ -181,6 +200,8 @@ class Runner:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.close(self.terminal)
+                os.close(self.shown)
                 os.chdir(project)
                 if confined:
                     sandbox.enter(str(home), os.environ)
@@ -206,7 +227,7 @@ class Runner:
         began = time.monotonic()
         status, printed = self.run(way)
         took = time.monotonic() - began
-        found = tree_of(self.live)
+        found = tree_of(self.live) | self.outside_state()
         changed = [path for path in {**self.expected, **found} if self.expected.get(path) != found.get(path)]
         if os.waitpid(self.outside, os.WNOHANG)[0]:  # the user's other process was killed
             changed, self.outside = [*changed, "process"], 0

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import json
 import os
+import platform
+import resource
 import shutil
 import signal
 import socket
@@ -35,6 +37,7 @@ sandbox.enter(home, os.environ)
 exec(text)
 """
 IPC_CREATE, IPC_REMOVE = 0o1600, 0  # shmget(2), shmctl(2)
+ADD_KEY = 248 if platform.machine() == "x86_64" else 217  # add_key(2)
 BOTH = pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root mounts")
 NAMES = ["two words", "a,b", "a:b=c", "back\\slash", "new\nline", os.fsdecode(b"\xff\xfe"), "quote'\"", "ümlaut"]
@@ -536,6 +539,112 @@ def test_removing_touches_no_other_folder(base: Path) -> None:
     remove(sandbox.folder)
     assert [path.stat().st_mode for path in (*shared, outside)] == before
     assert not sandbox.folder.exists()
+
+
+def test_a_trials_folder_of_any_depth_is_removed(base: Path) -> None:
+    """Neither Python's stack nor a limit of descriptors bounds the depth that a script can make."""
+    deep, opened = base / "deep", os.open(base, os.O_RDONLY)
+    for name in ("deep", *["d" * 100] * (sys.getrecursionlimit() + 100)):
+        os.mkdir(name, dir_fd=opened)
+        inner = os.open(name, os.O_RDONLY, dir_fd=opened)
+        os.close(opened)
+        opened = inner
+    os.symlink(base / "keep.txt", "link", dir_fd=opened)
+    os.fchmod(opened, 0)
+    os.close(opened)
+    (base / "keep.txt").write_text("keep")
+    linux.remove_tree(deep)
+    assert not deep.exists()
+    assert (base / "keep.txt").read_text() == "keep"
+
+
+@BOTH
+def test_a_script_has_terminals_and_limits_of_its_own(base: Path, protection: Protection) -> None:
+    text = """
+import pty, resource
+ours, theirs = pty.openpty()
+os.write(theirs, b"shown")
+print(os.read(ours, 9).decode(), os.path.exists(os.ttyname(theirs)))
+resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))
+before = os.getpriority(os.PRIO_PROCESS, 0)
+os.nice(2)
+print(resource.getrlimit(resource.RLIMIT_NOFILE), os.getpriority(os.PRIO_PROCESS, 0) - before)
+print(resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE) != (99, 99))
+"""
+    found = run(sandbox_in(base, protection), base / "sockets", text)
+    assert found.splitlines() == ["shown True", "(99, 99) 2", "True"]
+
+
+@BOTH
+def test_limits_priorities_and_queues_of_other_programs_stay(base: Path, protection: Protection) -> None:
+    """A limit kills like a signal; an overlay has queues of its own, and Landlock alone has none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    segment = libc.shmget(0, 4096, IPC_CREATE)
+    outside = subprocess.Popen(["sleep", "60"])
+    before = resource.prlimit(outside.pid, resource.RLIMIT_CPU), os.getpriority(os.PRIO_PROCESS, outside.pid)
+    text = f"""
+import ctypes, resource
+libc = ctypes.CDLL(None, use_errno=True)
+resource.prlimit({outside.pid}, resource.RLIMIT_CPU, (1, 1))
+os.setpriority(os.PRIO_PROCESS, {outside.pid}, 19)
+os.setpriority(os.PRIO_USER, 65533, 19)
+print(libc.shmctl({segment}, {IPC_REMOVE}, None), libc.syscall({ADD_KEY}, b"user", b"trial", b"x", 1, -4))
+"""
+    try:
+        assert run(sandbox_in(base, protection), base / "sockets", text) == "-1 -1"
+        now = resource.prlimit(outside.pid, resource.RLIMIT_CPU), os.getpriority(os.PRIO_PROCESS, outside.pid)
+        assert now == before
+    finally:
+        outside.kill()
+        outside.wait()
+        assert libc.shmctl(segment, IPC_REMOVE, None) == 0
+
+
+@pytest.mark.parametrize("kind", ["link", "link above", "dots", "deep", "home", "temporary folder"])
+@BOTH
+def test_a_project_may_be_named_in_any_way(
+    base: Path, protection: Protection, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = base / "a" / "project"
+    named = {
+        "link": base / "link",
+        "link above": base / "link" / "project",
+        "dots": base / "a" / ".." / "a" / "project",
+        "deep": Path(base, *["d" * 200] * 17),
+    }.get(kind, real)
+    real = named if kind == "deep" else real
+    real.mkdir(parents=True)
+    (base / "link").symlink_to(real if kind == "link" else base / "a")
+    (real / "keep.txt").write_text("keep")
+    if kind in ("home", "temporary folder"):
+        monkeypatch.setenv("HOME" if kind == "home" else "TMPDIR", str(real))
+    text = f"""
+print(open("keep.txt").read())
+open("new.txt", "w").write("new")
+for change in (os.unlink, lambda path: open(path, "w").close()):
+    for path in ({str(named)!r} + "/keep.txt", {str(real)!r} + "/keep.txt"):
+        try: change(path)
+        except OSError: pass
+"""
+    assert run(sandbox_in(named, protection, base / "trial"), base / "sockets", text) == "keep"
+    left = {path.name: path.read_text() for path in real.iterdir() if path.is_file()}
+    assert left == {"keep.txt": "keep"}
+
+
+@pytest.mark.parametrize("home", [None, "", "/", "no", "/nonexistent"])
+@BOTH
+def test_a_home_of_any_kind(
+    base: Path, protection: Protection, home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches follow the home. Python takes it from the user's entry if the variable is missing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "caches"))
+    monkeypatch.setenv("TRITON_HOME", str(base / "caches"))
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(base / "caches/cuda"))
+    monkeypatch.setenv("HOME", home) if home is not None else monkeypatch.delenv("HOME")
+    (base / "keep.txt").write_text("keep")
+    text = "print(open('keep.txt').read()); open('new.txt', 'w').write('new')"
+    assert run(sandbox_in(base, protection), base / "sockets", text) == "keep"
+    assert not (base / "new.txt").exists()
 
 
 @BOTH

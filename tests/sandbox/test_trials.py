@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.script_probe import probe
+from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.transports import Host
 from autotune.executors.local import LocalExecutor
@@ -79,7 +79,7 @@ def test_a_dozen_ways_in_a_real_trial(scripts: Scripts, base: Path) -> None:
     before, executor = tree_of(base), scripts.executor
     executor.folder = study = Path(script.cwd) / "runs" / "study"
     executor.job = unknown_job(script, scripts.hardware)
-    probed = probe(executor, script, study, 300.0, lambda line: None)
+    probed = probe(executor, script, study, StartupDeadline(300.0), lambda line: None)
     outcome = scripts.measure(probed, make_candidate(1, 4, 1))
     assert outcome.ok, outcome
     assert tree_of(base) == before
@@ -95,7 +95,7 @@ def test_a_dozen_ways_in_a_probe_and_a_trial_through_an_agent(base: Path, tmp_pa
         executor = LocalExecutor(unknown_job(script, hardware), hardware, study, [candidate], target=cluster)
         with closing(executor):
             executor.open(lambda text: None)
-            probed = probe(executor, script, study, 300.0, lambda line: None)
+            probed = probe(executor, script, study, StartupDeadline(300.0), lambda line: None)
             executor.job = job_of(probed.script, hardware, None)
             with closing(executor.session(candidate, "0001")) as session:
                 outcome = session.measure(candidate, SHORT, 300.0)

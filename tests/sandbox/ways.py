@@ -702,6 +702,191 @@ BREAK_OUT_PYTHON |= {
     "write_study": "os.makedirs(f'{P}/runs/study',exist_ok=True); open(f'{P}/runs/study/study.db','w').write('x'); os.symlink(f'{P}/keep.txt',f'{P}/runs/study/leaderboard.json')",
 }
 
+# Tools that write in ways of their own.
+SHELL |= {
+    "openssl_out": "openssl enc -base64 -in Makefile -out keep.txt",
+    "openssl_rand": 'openssl rand -out "$D/train.bin" 64',
+    "uniq_output": "uniq Makefile keep.txt",
+    "xxd_revert": "echo '00000000: 78' | xxd -r - keep.txt",
+    "ar_replace": "rm keep.txt; ar rc keep.txt Makefile",
+    "ld_output": "echo 'int f;' | gcc -c -x c - -o out/a.o && ld -r -o keep.txt out/a.o",
+    "objcopy_into": "objcopy -I binary -O elf64-x86-64 -B i386:x86-64 Makefile keep.txt",
+    "strip_output": "strip -o model.pt /bin/true",
+    "link_unlink": "unlink keep.txt; link Makefile keep.txt",
+    "ninja_rule": "printf 'rule r\\n command = echo x > $out\\nbuild keep.txt: r\\n' > out/build.ninja; rm keep.txt; ninja -f out/build.ninja > /dev/null",
+    "zip_move": "zip -q -m -r new.zip out",
+    "unzip_over": 'zip -q new.zip Makefile && unzip -qo new.zip -d "$D"',
+    "wget_file": "wget -q -O keep.txt http://127.0.0.1:1/ || : >> keep.txt; rm keep.txt",
+    "tclsh": "echo 'file delete -force out' | tclsh",
+    "guile": "guile -c '(delete-file \"keep.txt\")'",
+    "vim_swap": 'vim -es -u NONE -c "set undofile undodir=$D backup writebackup" -c "1d" -c "wq" keep.txt < /dev/null',
+    "sqlite3_backup": "sqlite3 db.sqlite3 '.backup new.db' && mv new.db model.pt",
+    "sqlite3_output": "sqlite3 :memory: '.output keep.txt' 'select 1'",
+    "jq_in_place": 'jq -n 1 > out/j && mv out/j "$D/train.bin"',
+    "python_zipapp": 'mkdir z && echo 1 > z/__main__.py && python3 -m zipapp z -o "$P/model.pt"',
+    "python_tarfile": "python3 -m tarfile -c keep.txt Makefile",
+    "python_profile": 'python3 -m cProfile -o keep.txt -c 1 || python3 -c \'import cProfile; cProfile.run("1", "keep.txt")\' > /dev/null',
+    "python_venv": 'python3 -m venv --without-pip "$D/venv"',
+    "node_append": "node -e \"require('fs').appendFileSync(process.env.D + '/train.bin', 'x')\"",
+    "node_child": "node -e \"require('child_process').execSync('rm -rf out')\"",
+    "perl_truncate": "perl -e 'truncate \"keep.txt\", 0 or die'",
+    "perl_utime": 'perl -e \'utime 1, 1, "keep.txt", "out/checkpoint-1/weights" or die\'',
+    "find_inum": 'find . -inum "$(stat -c %i keep.txt)" -delete',
+    "xargs_shell": "printf out | xargs -I{} sh -c 'rm -rf {}'",
+    "parallel_writers": "for i in 1 2 3 4 5 6 7 8; do (echo $i >> keep.txt) & done; wait",
+    "process_substitution": "cat Makefile > >(cat > keep.txt); sleep 0.05",
+    "coprocess": "coproc tee keep.txt > /dev/null; echo x >&${COPROC[1]}; exec {COPROC[1]}>&-; wait",
+    "named_descriptor": "exec {f}> keep.txt; echo x >&$f",
+    "exec_redirect_all": "exec > keep.txt; echo x",
+    "cd_dash_p": 'cd -P linked && cd - > /dev/null && rm -rf "$OLDPWD"/*',
+    "no_home": "unset HOME; rm -rf ~/notes.txt out/checkpoint-1; touch keep.txt",
+    "home_elsewhere": 'HOME="$D" sh -c "echo x > ~/train.bin"',
+    "cwd_gone": 'mkdir gone && cd gone && rmdir ../gone && echo x > "$P/keep.txt"',
+    "symlink_loop": "ln -s loop loop; ln -sfn . out/rel; echo x > out/rel/rel/rel/model.pt",
+    "dash_named": "echo x > ./-rf; rm -rf -- *",
+    "newline_folder": "mkdir \"$(printf 'a\\nb')\" && cd \"$(printf 'a\\nb')\" && mv ../keep.txt .",
+    "name_of_255": 'n=$(printf "%0255d" 1); echo x > out/$n && mv out/$n keep.txt',
+    "rename_chain": "mv out a; mv a b; mkdir out; mv b/checkpoint-1 out/; rmdir empty; mv out empty",
+    "swap_folders": "mv out/checkpoint-1 t; mv out/checkpoint-2 out/checkpoint-1; mv t out/checkpoint-2",
+    "sticky": "chmod +t,g+s out; umask 0; mkdir -m 1777 out/t; echo x > out/model.pt",
+}
+GIT |= {
+    "git_bundle": "git bundle create -q keep.txt HEAD",
+    "git_format_patch": 'git format-patch -q -1 HEAD~1 -o "$D"',
+    "git_checkout_index": "rm keep.txt; git checkout-index -qfa",
+    "git_read_tree": "git read-tree -u --reset HEAD~1",
+    "git_sparse": "git stash -q; git sparse-checkout set out 2> /dev/null",
+    "git_symbolic_ref": "git symbolic-ref HEAD refs/heads/side",
+    "git_push_self": 'git push -qf "$P" HEAD:refs/heads/side',
+    "git_fetch_self": "git fetch -q . +HEAD:refs/heads/side",
+    "git_bisect": "git stash -q; git bisect start -q HEAD HEAD~1 > /dev/null",
+    "git_pack_refs": "git pack-refs --all; git repack -adq",
+    "git_worktree_config": 'git config core.worktree "$D"; git checkout -qf .',
+    "git_replace": "git replace HEAD HEAD~1",
+    "git_hash_object": "git hash-object -w keep.txt > /dev/null",
+    "git_init_template": 'mkdir -p "$D/t/hooks" && echo rm > "$D/t/hooks/post-checkout" && git init -q --template="$D/t" .',
+    "git_fast_import": "printf 'reset refs/heads/side\\nfrom refs/heads/main\\n\\n' | git fast-import --quiet --force || git update-ref refs/heads/side HEAD~1",
+    "git_maintenance": "git maintenance run --task=gc --quiet; git config maintenance.auto false",
+}
+PYTHON |= {
+    "os_copy_range_self": "f = os.open('model.pt', os.O_RDWR); os.copy_file_range(f, f, 9, 0, 4000)",
+    "ficlone": "import fcntl; a = os.open('Makefile', os.O_RDONLY); b = os.open('keep.txt', os.O_RDWR)\ntry: fcntl.ioctl(b, 0x40049409, a)\nexcept OSError: os.write(b, b'x')",
+    "ficlone_range": "import fcntl, struct; a = os.open(f'{D}/train.bin', os.O_RDONLY); b = os.open('model.pt', os.O_RDWR)\ntry: fcntl.ioctl(b, 0x4020940d, struct.pack('=qQQQ', a, 0, 4096, 0))\nexcept OSError: os.ftruncate(b, 0)",
+    "sendfile_inherited": "import subprocess; f = os.open(f'{P}/keep.txt', os.O_WRONLY | os.O_TRUNC); subprocess.run([sys.executable, '-Sc', f'import os; os.sendfile({f}, os.open(\"Makefile\", 0), 0, 9)'], pass_fds=[f], check=True)",
+    "mmap_before_copy": "import mmap; r = open('model.pt', 'rb'); before = mmap.mmap(r.fileno(), 0, access=mmap.ACCESS_READ); w = open('model.pt', 'r+b'); w.write(b'x' * 9); w.flush()",
+    "mmap_copy_on_write": "import mmap; f = open(f'{D}/train.bin', 'r+b'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY); m[:9] = bytes(9); f.write(m[:9])",
+    "mremap_grow": "import mmap; f = open('model.pt', 'r+b'); m = mmap.mmap(f.fileno(), 0); m.resize(1 << 16); m[-1:] = b'x'; m.flush()",
+    "msync_async": "import mmap; f = open(f'{P}/model.pt', 'r+b'); m = mmap.mmap(f.fileno(), 0); m[5:6] = b'x'; libc.sync()",
+    "writev": "os.writev(os.open('keep.txt', os.O_WRONLY), [b'a', b'b'])",
+    "tee_splice": "r, w = os.pipe(); r2, w2 = os.pipe(); os.write(w, b'xx'); libc.tee(r, w2, 2, 0); os.splice(r2, os.open('keep.txt', os.O_WRONLY), 2)",
+    "open_append_direct": "f = os.open('keep.txt', os.O_RDWR | os.O_APPEND | os.O_DSYNC); os.write(f, b'x')",
+    "name_bytes": "os.rename(b'keep.txt', b'out/\\xff\\xfe'); open(b'out/\\xff', 'w').write('x')",
+    "lockf": "import fcntl; f = open('keep.txt', 'r+'); fcntl.lockf(f, 2); f.write('x')",
+    "open_file_lock": "import fcntl, struct; f = os.open('keep.txt', os.O_RDWR); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0)); os.write(f, b'x')",
+    "sqlite_wal_reader": "import sqlite3; a = sqlite3.connect('db.sqlite3'); a.execute('pragma journal_mode=wal'); b = sqlite3.connect(f'{P}/db.sqlite3'); a.execute('insert into t values (5)'); a.commit(); assert b.execute('select count(*) from t').fetchone()[0] == 1",
+    "sqlite_crash": "import sqlite3\nif not os.fork():\n    c = sqlite3.connect('db.sqlite3', isolation_level=None); c.execute('begin exclusive'); c.execute('insert into t values (1)'); os._exit(9)\nos.wait(); os.path.exists('db.sqlite3-journal'); sqlite3.connect('db.sqlite3').execute('create table u (a)')",
+    "walk_rename": "[os.rename(os.path.join(p, n), os.path.join(p, n + '~')) for p, ds, fs in os.walk(P, topdown=False) for n in fs if '.git' not in p and 'runs' not in p]",
+    "chroot_into_project": "os.getuid() == 0 and os.chroot(P); os.unlink('keep.txt')",
+    "chdir_through_link": "os.chdir('linked'); os.chdir('..'); shutil.rmtree('data')",
+    "clone_parent": "p = libc.syscall(56, 0x8011, 0, 0, 0, 0)\nif p == 0:\n    shutil.rmtree('out'); os._exit(0)\nimport time; time.sleep(0.1); assert not os.path.exists('out')",
+    "vfork": "import subprocess; subprocess._USE_VFORK = True; subprocess.run(['rm', '-rf', 'out'], check=True)",
+    "group_change": "os.setgid(os.getgid()); os.setpgid(0, 0) if os.getsid(0) != os.getpid() else None; os.unlink('keep.txt')",
+    "folder_of_thousands": "os.mkdir('many'); [os.close(os.open(f'many/{n}', os.O_CREAT)) for n in range(3000)]; os.rename('keep.txt', 'many/keep.txt')",
+    "odd_options": "n = 'a,upperdir=b:c\\\\,lowerdir=' + 'é %s {}'; os.mkdir(n); os.rename('keep.txt', f'{n}/k'); open(f'{n}/k', 'a').write('x')",
+    "pip_local_package": "import subprocess; os.makedirs('pk/pk'); open('pk/pk/__init__.py', 'w'); open('pk/setup.py', 'w').write('from setuptools import setup; setup(name=\"pk\", packages=[\"pk\"])'); os.rename('keep.txt', 'pk/keep.txt')",
+    "path_file": "f = os.path.expanduser('~/.local/lib/python3.11/site-packages'); os.makedirs(f, exist_ok=True); open(f + '/evil.pth', 'w').write('import os'); open(f + '/usercustomize.py', 'w').write('1')",
+    "ssh_and_cron": "[(os.makedirs(os.path.dirname(f), exist_ok=True), open(f, 'a').write('x')) for f in map(os.path.expanduser, ('~/.ssh/rc', '~/.profile', '~/.config/autostart/a.desktop', '~/.config/systemd/user/a.service', '~/.local/bin/python', '~/.pythonrc', '~/.condarc', '~/.npmrc', '~/.pip/pip.conf'))]",
+}
+
+# Ways out by the parent, by what outlives the trial, and by parts of the kernel without paths.
+BREAK_OUT_SHELL |= {
+    "parent_descriptors": 'for f in /proc/$PPID/fd/*; do echo x > "$f"; : > "$f"; done; for f in /proc/$PPID/task/*/fd/*; do echo x > $f; done',
+    "parent_root": 'rm -rf "/proc/$PPID/root$P/out"; cd /proc/$PPID/cwd && rm -rf out keep.txt; echo x > /proc/$PPID/root/var/tmp/new',
+    "parent_namespaces": 'nsenter -t $PPID -a rm -rf "$P/out"; nsenter -t $PPID -U -m rm -rf "$P/out"; for n in /proc/$PPID/ns/*; do nsenter --mount=$n rm -rf "$P/out"; done',
+    "parent_gdb": "gdb -batch -p $PPID -ex 'call (int)unlink(\"keep.txt\")'; strace -p $PPID -o keep.txt & sleep 0.2; kill %1; rm keep.txt",
+    "parent_limits": "prlimit --pid $PPID --fsize=1:1; prlimit --pid $OUT --cpu=1:1 --nofile=3:3; renice -n 19 -p $OUT; renice -n 19 -u $(id -u); ionice -c 3 -p $OUT",
+    "parent_scores": "for p in $OUT $PPID; do echo 1000 > /proc/$p/oom_score_adj; echo 0 > /proc/$p/coredump_filter; echo 5 > /proc/$p/clear_refs; echo 0 > /proc/$p/timerslack_ns; done",
+    "daemon_holds_a_file": '(setsid sh -c \'exec 5>> "$P/keep.txt"; sleep 0.2; echo late >&5; rm -rf "$P/out"; echo x > keep.txt\' > /dev/null 2>&1 &)',
+    "daemon_races_removal": '(setsid sh -c \'cd "$RUN/study/scratch" || cd out; i=0; while test $i -lt 300; do ln -s "$P/out" a; rm -f a; mkdir -p a/b; rm -rf a; i=$((i+1)); done\' > /dev/null 2>&1 &) ; sleep 0.05',
+    "daemon_in_the_next_trial": '(setsid sh -c \'for i in 1 2 3 4 5 6 7 8; do sleep 0.05; mkdir -p "$RUN/study/scratch"; ln -sfn "$P" "$RUN/study/scratch/files"; echo x > "$RUN/study/scratch/files/keep.txt"; done\' > /dev/null 2>&1 &)',
+    "daemon_double": 'perl -e \'use POSIX; fork && exit; setsid; fork && exit; sleep 1; open F, ">", "$ENV{P}/keep.txt"; print F 1\'',
+    "nohup_late": "nohup sh -c 'sleep 0.3; rm -rf \"$P/out\"; echo x >> ~/.bashrc' > /dev/null 2>&1 &",
+    "deep_in_scratch": 'cd "$RUN/study/scratch" 2> /dev/null || cd out; perl -e \'for (1..1200) { mkdir "d"; chdir "d" } symlink $ENV{P}, "l"; chmod 0, "."\'',
+    "modes_in_scratch": 'cd "$RUN/study/scratch" 2> /dev/null || cd out; mkdir -p a/b c; ln -s "$P" a/b/l; ln "$P/keep.txt" a/k; mkfifo f; chmod 000 a/b a c; chmod 444 .',
+    "move_out_of_cache": 'echo x > ~/.cache/pip/n; mv -f ~/.cache/pip/n "$P/keep.txt"; cp -f ~/.cache/pip/n "$P/out/model.pt"; rm -f ~/.cache/pip/n',
+    "cache_dotdot": "cd ~/.cache/pip && echo x > ../../notes.txt; cd -P ~/.cache/pip/.. && rm -rf ../docs; cd ~/.cache/pip && ln -s ../.. up && rm -rf up/docs; rm -f ~/.cache/pip/up",
+    "cache_as_cwd": 'cd ~/.cache/pip && mv "$PWD" "$H/moved"; rmdir ~/.cache/pip; mv ~/.cache/pip ~/.cache/other && ln -s "$D" ~/.cache/pip && echo x > ~/.cache/pip/train.bin',
+    "tmpfs_in_unshare": 'unshare -Urm sh -c "mount -t tmpfs n $P/out && cp -a /bin/true $P/out/ && umount $P/out && rm -rf $P/out"; unshare -Urmpf --propagation shared rm -rf "$P/out"',
+    "unshare_map_root": 'unshare --map-root-user --mount --propagation unchanged sh -c "mount --bind $D $P/out && rm -f $P/out/train.bin"; unshare --map-users=auto -m rm -rf "$P/out"',
+    "chroot_proc": 'for p in 1 2 $PPID $OUT; do chroot /proc/$p/root rm -rf "$P/out"; chroot /proc/$p/cwd rm -f /keep.txt; done',
+    "loop_mount": 'dd if=/dev/zero of=$T/i bs=1M count=4 status=none; mke2fs -q $T/i; mount -o loop $T/i empty; losetup -f $T/i; losetup /dev/loop7 "$P/model.pt" && dd if=/dev/zero of=/dev/loop7 bs=16 count=1; losetup -d /dev/loop7',
+    "mount_other": "mount -t proc p empty; mount -t sysfs s empty; mount -t devtmpfs d empty && cat empty/vda; mount -t debugfs d empty; mount -t cgroup2 c empty; mount -t nfs localhost:/ empty; mount -t 9p x empty; mount -t fuse f empty; rm -rf out",
+    "raw_disk": "d=$(findmnt -no SOURCE -T / | tail -1); dd if=$d of=$d bs=1 count=0 conv=notrunc; mknod disk b 254 0; exec 3<> $d; exec 3<> disk; rm keep.txt",
+    "set_capabilities": 'cp /bin/sh out/s; setcap cap_sys_admin+ep out/s; setcap cap_sys_admin+ep clean.sh; out/s -c "umount -l $P"; cp /bin/sh ~/.cache/pip/s; chmod 6755 ~/.cache/pip/s; ~/.cache/pip/s -pc "rm -rf /proc/$OUT/cwd/out"; rm -f ~/.cache/pip/s',
+    "other_users": 'runuser -u nobody -- rm -rf "$P/out"; setpriv --reuid 65534 --clear-groups rm -rf "$P/out"; su nobody -s /bin/sh -c "rm -rf $P/out"; fakeroot rm -rf out',
+    "services": 'systemctl --user start x; systemd-run --user rm -rf "$P/out"; systemd-run rm -rf "$P/out"; busctl call org.freedesktop.systemd1 /org/freedesktop/systemd1 org.freedesktop.systemd1.Manager Reload; dbus-run-session rm -rf out; docker run -v "$P":/p x rm -rf /p/out',
+    "system_files": "echo '* * * * * root rm -rf /' > /etc/cron.d/evil; echo x > /usr/lib/python3/dist-packages/evil.pth; mkdir -p /etc/ssh; echo x > /boot/x; rm -f keep.txt",
+    "terminals": 'for t in /dev/tty "$TTY"; do printf "\\033]0;owned\\007" > $t; stty -F $t -echo intr x; done',
+    "affinity": "taskset -p 1 $OUT; chrt -p -i 0 $OUT; rm keep.txt",
+    "conda_npm": 'npm config set prefix "$D" 2> /dev/null; npm init -y > /dev/null 2>&1; cd out && npm pack "$P" > /dev/null 2>&1; pip config set global.index-url x; rm -rf "$P/out"',
+    "git_outside": 'GIT_DIR=/proc/$OUT/cwd/.git git update-ref -d HEAD; git -C /proc/$OUT/cwd commit -qam x; git -C "$P" gc -q; git --git-dir=/proc/$PPID/cwd/.git config a.b c',
+    "mount_table": 'sed -i s/rw/ro/ /etc/mtab; echo x > /proc/self/mountinfo; echo x > /proc/mounts; rm -f /etc/mtab; while read -r a b m c; do umount -l "$m"; done < /proc/self/mountinfo; rm -rf "$P/out"',
+}
+BREAK_OUT_PYTHON |= {
+    "parent_memory": "f = open(f'/proc/{os.getppid()}/mem', 'r+b'); a = int(open(f'/proc/{os.getppid()}/maps').read().split('-')[0], 16); f.seek(a); f.write(b'x')",
+    "parent_ptrace": "assert libc.ptrace(0x4206, os.getppid(), 0, 0) == 0; libc.ptrace(0x4207, os.getppid(), 0, 0)",
+    "parent_vm_writev": "import re; a = int(re.search(r'^(\\w+)-\\w+ rw', open(f'/proc/{os.getppid()}/maps').read(), re.M)[1], 16); b = ctypes.create_string_buffer(b'x'); libc.process_vm_writev(os.getppid(), (ctypes.c_void_p * 2)(ctypes.addressof(b), 1), 1, (ctypes.c_void_p * 2)(a, 1), 1, 0)",
+    "parent_getfd": "p = os.pidfd_open(os.getppid())\nfor n in range(64):\n    f = libc.syscall(438, p, n, 0)\n    if f >= 0: os.ftruncate(f, 0); os.write(f, b'x')",
+    "parent_setns": "p = os.pidfd_open(os.getppid()); [libc.setns(p, f) for f in (0x20000, 0x10000000, 0x10020000, 0x4020000)]; os.open(f'{P}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
+    "limits_by_number": "import resource\nfor n in (resource.RLIMIT_FSIZE, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE): libc.syscall(302, int(OUT), n, (ctypes.c_ulong * 2)(1, 1), None)",
+    "limits_32_bit": """
+import mmap, struct
+m = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40, prot=7); base = ctypes.addressof(ctypes.c_char.from_buffer(m))
+m[4096:4112] = struct.pack('<QQ', 1, 1)
+m[0:34] = bytes.fromhex('53b8') + struct.pack('<I', 340) + b'\\xbb' + struct.pack('<I', int(OUT)) + b'\\xb9' + struct.pack('<I', 1) + b'\\xba' + struct.pack('<I', base + 4096) + b'\\xbe' + struct.pack('<I', 0) + bytes.fromhex('cd805bc390')
+ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
+    "priority_of_all": "libc.setpriority(2, os.getuid(), 19); libc.setpriority(2, 0, 19); libc.setpriority(0, int(OUT), 19); libc.setpriority(1, os.getpgid(int(OUT)), 19); libc.syscall(251, 3, os.getuid(), 3 << 13)",
+    "keyrings": "k = libc.syscall(248, b'user', b'evil', b'x', 1, -4); assert k < 0, 'a key was added'; libc.syscall(250, 7, -4); libc.syscall(250, 9, 1, -4)",
+    "own_limits": "import resource; a = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (64, a[1])); assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64; assert resource.prlimit(os.getppid(), resource.RLIMIT_CPU) is not None; b = os.getpriority(0, 0); os.nice(1); assert os.getpriority(0, 0) == min(19, b + 1)",
+    "terminal_input": "import fcntl, termios\nfor t in (os.environ['TTY'], '/dev/tty'):\n    try: f = os.open(t, os.O_RDWR)\n    except OSError: continue\n    for c in b'rm -rf out\\n':\n        try: fcntl.ioctl(f, termios.TIOCSTI, bytes([c]))\n        except OSError: pass\n    libc.ioctl(f, termios.TIOCSCTTY, 1); os.write(f, b'\\x1b[2J')",
+    "terminal_output": "f = os.open(os.environ['TTY'], os.O_WRONLY | os.O_NOCTTY); os.write(f, b'\\x1b]0;owned\\x07')",
+    "own_terminal": "import pty; a, b = pty.openpty(); os.write(b, b'x'); assert os.read(a, 1) == b'x'; assert os.path.exists(os.ttyname(b)); p, f = pty.fork()\nif not p: os.execvp('sh', ['sh', '-c', 'test -t 0 && tty'])\nassert b'pts' in os.read(f, 99)",
+    "mapped_parent_files": "[open(f'/proc/{p}/map_files/{n}', 'r+b') for p in (OUT, os.getppid()) for n in os.listdir(f'/proc/{p}/map_files')]",
+    "uring_register_and_write": """
+import mmap, struct
+p = ctypes.create_string_buffer(120); f = libc.syscall(425, 4, p)
+if f < 0: raise OSError('no io_uring')
+o = struct.unpack_from('10I', p.raw, 40); ring = mmap.mmap(f, o[6] + 4096, offset=0); sqes = mmap.mmap(f, 4096, offset=0x10000000)
+keep = []
+def op(code, fd, text, length, off, flags, other=0):
+    keep.append(ctypes.create_string_buffer(text)); struct.pack_into('<BBHiQQIIQHHiQQ', sqes, 0, code, 0, 0, fd, off, ctypes.addressof(keep[-1]), length, flags, 7, 0, 0, 0, 0, 0)
+    struct.pack_into('<I', ring, o[6], 0); t, = struct.unpack_from('<I', ring, o[1]); struct.pack_into('<I', ring, o[1], t + 1); libc.syscall(426, f, 1, 1, 1, None, 0)
+op(18, BEFORE, b'keep.txt', 0o600, 0, os.O_WRONLY | os.O_TRUNC); op(18, -100, f'{P}/keep.txt'.encode(), 0, 0, os.O_RDWR | os.O_TRUNC); op(55, -1, f'{P}/keep.txt'.encode(), 0, 0, 0)
+op(34, BEFORE, b'keep.txt', 0, 0, 0); op(36, BEFORE, b'out/model.pt', 0, 0, 0); op(37, BEFORE, b'newdir', 0o700, 0, 0)""",
+    "mount_detached_tmpfs": "f = libc.syscall(430, b'tmpfs', 0); libc.syscall(431, f, 6, None, None, 0); m = libc.syscall(432, f, 0, 0); libc.syscall(429, m, b'', -100, f'{P}/out'.encode(), 4); t = libc.syscall(428, -100, f'/proc/{os.getppid()}/root'.encode(), 0x8001); open(f'/proc/self/fd/{t}{P}/keep.txt', 'w').write('x')",
+    "pivot_in_userns": "u = (os.getuid(), os.getgid()); r = libc.unshare(0x10020000); open('/proc/self/uid_map', 'w').write(f'0 {u[0]} 1'); libc.mount(b'n', b'empty', b'tmpfs', 0, None); os.chdir('empty'); os.mkdir('o'); libc.syscall(155, b'.', b'o'); libc.umount2(b'/o', 2); os.unlink(f'/o{P}/keep.txt')",
+    "umount_overlays": "import re\nfor line in open('/proc/self/mountinfo').read().splitlines()[::-1]:\n    m = line.split()[4].encode().decode('unicode_escape')\n    [libc.umount2(m.encode(), f) for f in (0, 1, 2, 4, 8)]; libc.mount(None, m.encode(), None, 0x1020, None)\nos.unlink(f'{P}/keep.txt')",
+    "layer_of_the_overlay": "import glob, re; o = open('/proc/self/mountinfo').read(); [os.unlink(f'{d}/keep.txt') for d in re.findall(r'lowerdir=([^,\\s]+)', o)]; [shutil.rmtree(d, True) for d in glob.glob(f'{P}/runs/study/scratch/*')]; os.unlink(f'{P}/keep.txt')",
+    "handle_of_a_cache": """
+h = ctypes.create_string_buffer(136); m = ctypes.c_int()
+for path in (f'{P}/keep.txt', f'{P}/out', H):
+    for flag in (0, 0x200, 1):
+        h[0:8] = (128).to_bytes(4, 'little') + bytes(4)
+        if libc.name_to_handle_at(-100, path.encode(), h, ctypes.byref(m), flag): continue
+        for at in ('~/.cache/pip', '~/.cache/torch', '~/.triton/cache'):
+            f = libc.open_by_handle_at(os.open(os.path.expanduser(at), os.O_RDONLY), h, os.O_RDWR)
+            if f >= 0: os.ftruncate(f, 0)""",
+    "exec_by_interpreter": "os.execv('/lib64/ld-linux-x86-64.so.2', ['ld', '/bin/rm', '-rf', f'/proc/{OUT}/cwd/out', f'{P}/out'])",
+    "preload": "import subprocess; open('e.c', 'w').write('#include <unistd.h>\\n__attribute__((constructor)) void f(void) { unlink(\"keep.txt\"); }'); subprocess.run(['gcc', '-shared', '-fPIC', 'e.c', '-o', 'e.so'], check=True); subprocess.run(['true'], env={**os.environ, 'LD_PRELOAD': './e.so'}, check=True)",
+    "fifo_and_socket_over": "import socket; os.unlink(f'{P}/keep.txt'); os.mkfifo(f'{P}/keep.txt'); s = socket.socket(socket.AF_UNIX); s.bind(f'{P}/out/s'); s.listen()",
+    "lease_on_file_opened_before": "import fcntl; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); fcntl.fcntl(f, 1024, 1); fcntl.flock(f, 2 | 4); os.unlink('keep.txt', dir_fd=BEFORE)",
+    "deep_tree": "os.chdir(os.environ['RUN'] + '/study/scratch') if os.path.isdir(os.environ['RUN'] + '/study/scratch') else os.chdir('out')\nfor n in range(1200): os.mkdir('d'); os.chdir('d')\nos.symlink(P, 'l'); open('x', 'w').write('x')",
+    "descriptors_of_layers": "[os.unlink('keep.txt', dir_fd=int(n)) for n in os.listdir('/proc/self/fd') if os.path.isdir(f'/proc/self/fd/{n}')]",
+    "core_pattern": "open('/proc/sys/kernel/core_pattern', 'w').write(f'|/bin/rm {P}/keep.txt')",
+    "fuse": "f = os.open('/dev/fuse', os.O_RDWR); libc.unshare(0x10020000); libc.mount(b'x', f'{P}/out'.encode(), b'fuse', 0, f'fd={f},rootmode=40000,user_id=0,group_id=0'.encode()); os.unlink(f'{P}/keep.txt')",
+    "process_madvise": "p = os.pidfd_open(int(OUT)); a = 0x400000; v = (ctypes.c_void_p * 2)(a, 4096); libc.syscall(440, p, v, 1, 21, 0); libc.syscall(448, p, 0); libc.syscall(256, int(OUT), 64, None, None); os.unlink('keep.txt')",
+}
+
 _TOOLS = [
     "bash",
     "git",
@@ -752,6 +937,20 @@ _TOOLS = [
     "losetup",
     "prlimit",
     "sysctl",
+    "openssl",
+    "uniq",
+    "xxd",
+    "ar",
+    "ld",
+    "objcopy",
+    "strip",
+    "link",
+    "unlink",
+    "ninja",
+    "unzip",
+    "wget",
+    "tclsh",
+    "guile",
 ]
 
 

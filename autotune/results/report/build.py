@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from autotune._version import __version__
 from autotune.executors.cluster.transports import hostfile_of
 from autotune.masking import MASK, masked, masked_data
 from autotune.predict.predictor import SIGMAS, Prediction, Predictor
@@ -35,14 +34,13 @@ from autotune.results.console import (
     shortened,
     train_with,
 )
-from autotune.results.export import deepspeed_config, environment_of, lossy_settings, slice_line, training_changes
-from autotune.results.report.knob_effects import effects_of_knobs, judge_candidates, value_text
+from autotune.results.export import environment_of, lossy_settings, slice_line, training_changes
+from autotune.results.report.knob_effects import Judgement, effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
     Bar,
     Bars,
     Cell,
-    Code,
     MeasuredGain,
     MemoryMap,
     Square,
@@ -102,11 +100,7 @@ def study_report(
         study=store.name,
         model=job.model.name,
         job=job.summary,
-        machine=str(hardware),
-        device=hardware.device,
-        capacity_bytes=hardware.capacity_bytes,
-        ceiling_bytes=hardware.ceiling_bytes,
-        headroom=hardware.headroom,
+        hardware=hardware,
         objective=str(store.attributes.get("objective", "samples per second, all ranks")),
         verdict=_verdict(store, facts, records),
         trials=trials,
@@ -134,7 +128,6 @@ def study_report(
             f"{one.get('at', '')}: {'; '.join(one.get('differences', []))}"
             for one in store.attributes.get("forced", [])
         ),
-        version=__version__,
     )
 
 
@@ -236,7 +229,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         return _no_winner(store, facts)
     job, verified = store.job, facts.verified
     config = (store.folder or Path()) / f"{store.name}.json"
-    exported = Code("DeepSpeed config", json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2))
+    exported = json.dumps(masked_data(winner.candidate.ds_config(job)), indent=2)
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
         nodes = store.hardware.nodes
@@ -266,7 +259,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         verified=verified,
         checks=_checks(winner, records, store.hardware, store.job),
         gains=_gains(facts, job),
-        run_now=(*(Code(name, text) for name, text in commands), exported),
+        run_now=(*commands, ("DeepSpeed config", exported)),
         instead=instead,
         needs=tuple(
             dict.fromkeys([*(hint.strip() for hint in hints), *training_changes(winner.candidate, job, variables)])
@@ -277,7 +270,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
 
 def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
     # a masked command would not run
-    again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
+    again = tuple(("go on", command) for command in store.commands[-1:] if MASK not in command)
     own = own_line(facts, store.job)
     if facts.best is not None:
         why = facts.call.ended
@@ -345,17 +338,14 @@ def _gain(over: str, other: Candidate, ratio: SpeedRatio, detail: str = "") -> M
 
 
 def _clock(store: StudyStore, records: Sequence[Record]) -> TimeUse:
-    spent = dict.fromkeys(
-        (
-            "measured steps of trials that ran",
-            "starting and warming up engines of trials that ran",
-            "trials that ran out of memory",
-            "trials that failed or were cut short",
-            "verifying and resuming the winner",
-        ),
-        0.0,
+    names = (
+        "measured steps of trials that ran",
+        "starting and warming up engines of trials that ran",
+        "trials that ran out of memory",
+        "trials that failed or were cut short",
+        "verifying and resuming the winner",
     )
-    names = list(spent)
+    spent = dict.fromkeys(names, 0.0)
     for record in records:
         outcome = record.outcome
         if outcome is None or record.role == TRAINING:
@@ -370,26 +360,23 @@ def _clock(store: StudyStore, records: Sequence[Record]) -> TimeUse:
     calls = tuple(
         (call.started, call.used_seconds, call.budget_seconds, call.ended or "not ended") for call in store.calls()
     )
-    used = sum(call[1] for call in calls)
-    other = used - sum(spent.values())
+    other = sum(call[1] for call in calls) - sum(spent.values())
     parts = [*spent.items(), ("between trials: imports, choosing, a script's first run", max(0.0, other))]
-    return TimeUse(calls, used, tuple((name, seconds) for name, seconds in parts if seconds > 0))
+    return TimeUse(calls, tuple((name, seconds) for name, seconds in parts if seconds > 0))
 
 
 def _facts(store: StudyStore) -> tuple[tuple[str, str], ...]:
     hardware, job = store.hardware, store.job
-    facts = [
+    return (
         ("devices", str(hardware)),
         ("main memory", format_bytes(hardware.host_memory_bytes)),
         ("a winner leaves free", f"{hardware.headroom:.0%} of {format_bytes(hardware.capacity_bytes)}"),
         ("ranks, and CPU threads of each", f"{job.ranks}, {store.threads}"),
+        *([("parameters of the model", f"{job.model.parameters:,}")] if job.model.parameters else []),
         ("job", job.summary),
         *((f"version of {name}", version) for name, version in store.versions.items()),
         *(sorted({**store.fingerprint.get("environment", {}), **hardware.environment}.items())),
-    ]
-    if job.model.parameters:
-        facts.insert(4, ("parameters of the model", f"{job.model.parameters:,}"))
-    return tuple(facts)
+    )
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
@@ -568,12 +555,8 @@ def _measured_bar(measured: Measurement, hardware: Hardware) -> Bar:
 MOST_COLUMNS = 16
 MOST_IN_A_SQUARE = 12  # candidates checked in an untried square, which may have thousands
 MOST_LOOKED_AT = 50_000  # candidates of the space; two million would take a minute
-_FROM_TRIALS = {  # most certain knowledge first
-    Status.FITS: Cell.FITS,
-    Status.ABOVE: Cell.ABOVE,
-    Status.RAN_OUT: Cell.RAN_OUT,
-    Status.FAILED: Cell.FAILED,
-}
+# a trial with one of these tells about its square; most certain knowledge first
+_TELLING = (Status.FITS, Status.ABOVE, Status.RAN_OUT, Status.FAILED)
 _Row = tuple[int, bool, str, str]
 _Place = tuple[_Row, int]
 
@@ -604,9 +587,9 @@ def memory_map(
         candidates: the whole space; empty if it can no longer be read.
         predictor: calibrated; without one, untried squares stay unknown.
     """
-    tried: dict[_Place, list[tuple[Candidate, Trial]]] = defaultdict(list)
+    tried: dict[_Place, list[Trial]] = defaultdict(list)
     for candidate, found in trials.items():
-        tried[_row(candidate), candidate.micro_batch] += [(candidate, trial) for trial in found]
+        tried[_row(candidate), candidate.micro_batch] += found
     untried: dict[_Place, list[Candidate]] = defaultdict(list)
     stride = -(-len(candidates) // MOST_LOOKED_AT) or 1
     for candidate in candidates[::stride]:
@@ -654,23 +637,23 @@ def _some(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(candidates[::step])
 
 
-def _of_trials(found: Sequence[tuple[Candidate, Trial]]) -> Square | None:
+def _of_trials(found: Sequence[Trial]) -> Square | None:
     """Build a square from its trials; None if they give no information."""
-    best = next((status for status in _FROM_TRIALS if any(trial.status is status for _, trial in found)), None)
-    if best is None:
+    telling = [trial for trial in found if trial.status in _TELLING]
+    if not telling:
         return None
-    telling = [(candidate, trial) for candidate, trial in found if trial.status in _FROM_TRIALS]
-    counts = Counter(trial.status for _, trial in telling)
-    peaks = [trial.peak_bytes for _, trial in telling if trial.measured and trial.peak_bytes]
-    phases = tuple(sorted({trial.phase for _, trial in telling if trial.status is Status.RAN_OUT}))
-    ranks = sorted({trial.rank for _, trial in telling if trial.status is Status.RAN_OUT and trial.rank is not None})
+    counts = Counter(trial.status for trial in telling)
+    peaks = [trial.peak_bytes for trial in telling if trial.measured and trial.peak_bytes]
+    phases = tuple(sorted({trial.phase for trial in telling if trial.status is Status.RAN_OUT}))
+    ranks = sorted({trial.rank for trial in telling if trial.status is Status.RAN_OUT and trial.rank is not None})
     parts = [f"{many} {status.value}" for status, many in counts.items()]
     parts += [f"in {' and '.join(phases)}"] if phases else []
     parts += [f"on rank {', '.join(str(rank) for rank in ranks)}"] if ranks else []
     parts += [f"least peak {format_bytes(min(peaks))}"] if peaks else []
-    told = f"{'; '.join(parts)} (trials {', '.join(str(trial.number) for _, trial in telling)})"
-    numbers = tuple(trial.number for _, trial in telling)
-    return Square(_FROM_TRIALS[best], min(peaks, default=None), phases, told, numbers)
+    numbers = tuple(trial.number for trial in telling)
+    told = f"{'; '.join(parts)} (trials {', '.join(map(str, numbers))})"
+    best = min(counts, key=_TELLING.index)
+    return Square(Cell(best.value), min(peaks, default=None), phases, told, numbers)
 
 
 def _judged(
@@ -685,27 +668,22 @@ def _judged(
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
     known = judge_candidates(flat, ran_out, hardware, predictor)
-    squares: dict[_Place, Square] = {}
-    at = 0
-    for place, found in asked.items():
-        mine = range(at, at + len(found))
-        at += len(found)
-        free = [i for i in mine if known.cells[i] is not Cell.RULED_OUT]
-        if not free:
-            why = f"needs no less memory than {known.culprits[found[0]]}, which ran out"
-            squares[place] = Square(Cell.RULED_OUT, tooltip=f"not tried: {why}")
-            continue
-        if known.table is None:
-            squares[place] = Square(Cell.UNKNOWN, tooltip="not tried")
-            continue
-        fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
-        sizes = known.table.needed  # the allocator returns further cached blocks before an OOM
-        least = min(fitting or free, key=lambda i: float(sizes[i]))
-        size = float(sizes[least])
-        what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
-        cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
-        squares[place] = Square(cell, size, tooltip=f"{cell.value} ({what})")
-    return squares
+    return {place: _summed_up([known[candidate] for candidate in found]) for place, found in asked.items()}
+
+
+def _summed_up(judged: Sequence[Judgement]) -> Square:
+    """Build a square from the judgements of its candidates."""
+    free = [one for one in judged if one.cell is not Cell.RULED_OUT]
+    if not free:
+        why = f"needs no less memory than {judged[0].culprit}, which ran out"
+        return Square(Cell.RULED_OUT, tooltip=f"not tried: {why}")
+    if free[0].cell is Cell.UNKNOWN:
+        return Square(Cell.UNKNOWN, tooltip="not tried")
+    fitting = [one for one in free if one.cell is Cell.PREDICTED]
+    least = min(fitting or free, key=lambda one: one.needed_bytes)
+    size = least.needed_bytes  # the allocator returns further cached blocks before an OOM
+    what = "main memory" if not fitting and least.lacks_host_memory else f"{format_bytes(size)} needed at least"
+    return Square(least.cell, size, tooltip=f"{least.cell.value} ({what})")
 
 
 # -- secrets -------------------------------------------------------------------------------------------------------------

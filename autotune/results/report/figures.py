@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from autotune.results.report.model import Bars, Status, StudyReport, Trial
 from autotune.search.trials import RESUME, TRAINING
@@ -50,13 +50,14 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Axis:
-    """Mapping from numbers to a share of the plot's length."""
+    """Mapping from numbers to a share of the plot's length; its labels are in `unit`s."""
 
     name: str
     low: float
     high: float
-    show: Callable[[float], str]  # formats a tick's label
+    show: Callable[[float], str]  # formats a number of units
     log: bool = False
+    unit: float = 1.0
 
     def share(self, value: float) -> float:
         """Return the share of the plot's length, clipped to the plot."""
@@ -66,15 +67,19 @@ class Axis:
         return min(1.0, max(0.0, (at - low) / (high - low))) if high > low else 0.5
 
     @property
-    def ticks(self) -> list[float]:
-        """Return the ticks: logarithmic on a wide logarithmic axis, else round numbers."""
-        wide = self.log and self.high > 8 * self.low
-        return log_ticks(self.low, self.high) if wide else nice_ticks(self.low, self.high)
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return (value, label) of the ticks: logarithmic on a wide logarithmic axis, else round numbers."""
+        chosen = log_ticks if self.log and self.high > 8 * self.low else nice_ticks
+        return [(tick * self.unit, self.show(tick)) for tick in chosen(self.low / self.unit, self.high / self.unit)]
 
 
-def _of(trial: int | None) -> Markup:
-    """Return the attribute by which the page's script finds the marks and the row of a trial."""
-    return Markup("") if trial is None else Markup(' data-t="{}"').format(trial)
+def _tag(name: str, content: str | None = None, /, **attributes: object) -> Markup:
+    """Return an SVG element. Names of attributes have `_` for `-`, and `class_`; those that are None are left out."""
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    head = Markup("").join(Markup(' {}="{}"').format(*item) for item in given.items())
+    return Markup("<{}{}{}").format(
+        name, head, Markup("/>") if content is None else Markup(">{}</{}>").format(content, name)
+    )
 
 
 @dataclass
@@ -107,44 +112,31 @@ class Plot:
 
     def mark(self, shape: str, x: float, y: float | None, classes: str, trial: int | None = None) -> None:
         """Add a mark at a position, or in the lane without a y. For a trial's mark, the page's script shows the trial's row."""
-        down = self._lane_at if y is None else self._down(y)
-        self._parts.append(
-            Markup('<use href="#m-{}" x="{}" y="{:.0f}" class="{}"{}/>').format(
-                shape, self._across(x), down, classes, _of(trial)
-            )
-        )
+        down = f"{self._lane_at if y is None else self._down(y):.0f}"
+        self._parts.append(_tag("use", href=f"#m-{shape}", x=self._across(x), y=down, class_=classes, data_t=trial))
 
     def line(self, x1: float, y1: float, x2: float, y2: float, classes: str, trial: int | None = None) -> None:
         """Add a line, in data coordinates."""
-        self._parts.append(
-            Markup('<line x1="{}" y1="{:.0f}" x2="{}" y2="{:.0f}" class="{}"{}/>').format(
-                self._across(x1), self._down(y1), self._across(x2), self._down(y2), classes, _of(trial)
-            )
-        )
+        begin = {"x1": self._across(x1), "y1": f"{self._down(y1):.0f}"}
+        end = {"x2": self._across(x2), "y2": f"{self._down(y2):.0f}"}
+        self._parts.append(_tag("line", **begin, **end, class_=classes, data_t=trial))
 
     def upright(self, x: float, classes: str, label: str = "", *, left: bool = False) -> None:
         """Add a vertical line with a label at one side, or at the other if that one lacks space."""
         at, bottom = self._across(x), TOP + self.height + self.lane
-        self._parts.append(
-            Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="{}"/>').format(at, TOP, at, bottom, classes)
-        )
+        self._parts.append(_tag("line", x1=at, y1=TOP, x2=at, y2=bottom, class_=classes))
         if label:
             end = (left and self.x.share(x) > 0.3) or self.x.share(x) > 0.85
-            self._parts.append(
-                Markup('<text x="{}" y="{}" dx="{}" text-anchor="{}" class="note">{}</text>').format(
-                    at, TOP + (10 if left else 24), -5 if end else 5, "end" if end else "start", label
-                )
-            )
+            place = {"dx": -5, "text_anchor": "end"} if end else {"dx": 5, "text_anchor": "start"}
+            self._parts.append(_tag("text", label, x=at, y=TOP + (10 if left else 24), **place, class_="note"))
 
     def level(self, y: float, classes: str, label: str) -> None:
         """Add a horizontal line with a label at its right end."""
         down = self._down(y)
-        self._parts.append(
-            Markup('<line x1="0" y1="{0:.0f}" x2="100%" y2="{0:.0f}" class="{1}"/>').format(down, classes)
-        )
-        self._parts.append(
-            Markup('<text x="100%" y="{:.0f}" text-anchor="end" class="note">{}</text>').format(down - 4, label)
-        )
+        self._parts += [
+            _tag("line", x1=0, y1=f"{down:.0f}", x2="100%", y2=f"{down:.0f}", class_=classes),
+            _tag("text", label, x="100%", y=f"{down - 4:.0f}", text_anchor="end", class_="note"),
+        ]
 
     def steps(self, points: Sequence[tuple[float, float]], classes: str) -> None:
         """Add a line that keeps each height until the next point."""
@@ -157,28 +149,18 @@ class Plot:
         """Return the figure with axes and grid as HTML."""
         bottom = TOP + self.height + self.lane
         across, left = [], []
-        for tick in self.x.ticks:
+        for tick, label in self.x.ticks:
             at = self._across(tick)
-            across.append(Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="grid"/>').format(at, TOP, at, bottom))
-            across.append(
-                Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(at, bottom + 17, self.x.show(tick))
-            )
-        for tick in self.y.ticks:
+            across.append(_tag("line", x1=at, y1=TOP, x2=at, y2=bottom, class_="grid"))
+            across.append(_tag("text", label, x=at, y=bottom + 17, text_anchor="middle"))
+        for tick, label in self.y.ticks:
             down = self._down(tick)
-            across.append(Markup('<line x1="0" y1="{:.1f}" x2="100%" y2="{:.1f}" class="grid"/>').format(down, down))
-            left.append(
-                Markup('<text x="52" y="{:.1f}" text-anchor="end">{}</text>').format(down + 4, self.y.show(tick))
-            )
+            across.append(_tag("line", x1=0, y1=f"{down:.1f}", x2="100%", y2=f"{down:.1f}", class_="grid"))
+            left.append(_tag("text", label, x=52, y=f"{down + 4:.1f}", text_anchor="end"))
         if self.lane:
-            top = TOP + self.height + 4
-            across.append(
-                Markup('<rect x="0" y="{}" width="100%" height="{}" class="lane"/>').format(top, self.lane - 4)
-            )
-            left.append(
-                Markup('<text x="52" y="{:.1f}" text-anchor="end" class="lane-name">{}</text>').format(
-                    self._lane_at + 4, self.lane_name
-                )
-            )
+            top, place = TOP + self.height + 4, {"x": 52, "y": f"{self._lane_at + 4:.1f}", "text_anchor": "end"}
+            across.append(_tag("rect", x=0, y=top, width="100%", height=self.lane - 4, class_="lane"))
+            left.append(_tag("text", self.lane_name, **place, class_="lane-name"))
         whole = bottom + BOTTOM
         return Markup(
             '<div class="chart"><div class="y-name">{y}</div><svg class="y" width="56" height="{h}" aria-hidden="true">{left}'
@@ -197,47 +179,6 @@ class Plot:
             name_at=bottom + 36,
             x=self.x.name,
         )
-
-
-@dataclass(frozen=True)
-class BarPart:
-    """One part of a bar."""
-
-    name: str
-    size: float
-    letter: str
-    classes: str
-
-
-def stacked(
-    name: str, title: str, about: str, parts: Sequence[BarPart], whole: float, lines: Sequence[tuple[float, str]]
-) -> Markup:
-    """Draw a bar of parts from left to right, with vertical lines at some sizes.
-
-    A letter appears in parts that are wide enough.
-    """
-    drawn, at = [], 0.0
-    for part in parts:
-        width = 100 * part.size / whole
-        drawn.append(
-            Markup('<rect x="{:.2f}%" y="4" width="{:.2f}%" height="26" class="{}"><title>{}</title></rect>').format(
-                at, width, part.classes, part.name
-            )
-        )
-        if width >= 4:
-            drawn.append(
-                Markup('<text x="{:.2f}%" y="22" text-anchor="middle" class="letter">{}</text>').format(
-                    at + width / 2, part.letter
-                )
-            )
-        at += width
-    for size, classes in lines:
-        x = 100 * size / whole
-        drawn.append(Markup('<line x1="{:.2f}%" y1="0" x2="{:.2f}%" y2="34" class="{}"/>').format(x, x, classes))
-    return Markup(
-        '<svg class="bar" width="100%" height="34" role="img" aria-labelledby="{n}-t {n}-d"><title id="{n}-t">{t}</title>'
-        '<desc id="{n}-d">{d}</desc>{p}</svg>'
-    ).format(n=name, t=escape(title), d=about, p=Markup("").join(drawn))
 
 
 # -- charts of a report ------------------------------------------------------------------------------------------------
@@ -276,12 +217,11 @@ def tokens(value: float) -> str:
 def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
     """Return an axis of bytes: in GiB, or in MiB if all values are small."""
     unit, word = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
-    return Axis(f"{name} ({word})", low / unit, high / unit, lambda v: f"{v:.4g}", log)
+    return Axis(f"{name} ({word})", low, high, lambda v: f"{v:.4g}", log, unit)
 
 
-def unit_of(axis: Axis) -> float:
-    """Return the bytes per unit of an axis."""
-    return GIB if axis.name.endswith("(GiB)") else MIB
+def _seconds_axis(name: str, low: float, high: float, log: bool) -> Axis:
+    return Axis(f"{name} (s)", low, high, lambda v: f"{v:.3g}", log)
 
 
 def marker_style(trial: Trial) -> tuple[str, str]:
@@ -307,9 +247,10 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
     if not ran:
         return None
-    needed = {t.number: (t.capacity_bytes or report.capacity_bytes) + (t.missing_bytes or 0) for t in out}
-    sizes = [*(t.peak_bytes or 0 for t in ran), report.capacity_bytes, *needed.values()]
-    high = 1.04 * min(max(sizes), _FAR * report.capacity_bytes)
+    capacity_bytes, ceiling_bytes = report.hardware.capacity_bytes, report.hardware.ceiling_bytes
+    needed = {t.number: (t.capacity_bytes or capacity_bytes) + (t.missing_bytes or 0) for t in out}
+    sizes = [*(t.peak_bytes or 0 for t in ran), capacity_bytes, *needed.values()]
+    high = 1.04 * min(max(sizes), _FAR * capacity_bytes)
     low = min(t.peak_bytes or 0 for t in ran)
     x = size_axis("peak memory of a rank", 0.0 if low < 0.4 * high else 0.9 * low, high)
     fastest = max(t.tokens_per_second or 0 for t in ran)
@@ -317,29 +258,28 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
         "speed",
         "Speed against memory",
         f"{len(ran)} measured trials and {len(out)} that ran out of memory; no winner may use more than "
-        f"{format_bytes(report.ceiling_bytes)}.",
+        f"{format_bytes(ceiling_bytes)}.",
         x,
         Axis("tokens/s", 0.0, 1.06 * fastest, tokens),
         lane=30 if out else 0,
         lane_name="ran out",
     )
-    unit = unit_of(x)
-    one = report.ceiling_bytes == report.capacity_bytes
-    plot.upright(report.capacity_bytes / unit, "capacity", "capacity, and ceiling" if one else "capacity")
+    one = ceiling_bytes == capacity_bytes
+    plot.upright(capacity_bytes, "capacity", "capacity, and ceiling" if one else "capacity")
     if not one:
-        plot.upright(report.ceiling_bytes / unit, "ceiling", "ceiling", left=True)
+        plot.upright(ceiling_bytes, "ceiling", "ceiling", left=True)
     front = _front([t for t in ran if not t.remark])
-    plot.steps([((t.peak_bytes or 0) / unit, t.tokens_per_second or 0) for t in front], "front")
+    plot.steps([(t.peak_bytes or 0, t.tokens_per_second or 0) for t in front], "front")
     for trial in out:
         shape, classes = marker_style(trial)
-        plot.mark(shape, needed[trial.number] / unit, None, classes, trial.number)
+        plot.mark(shape, needed[trial.number], None, classes, trial.number)
     winner = report.verdict.winner
     # the winner comes last, so that nothing covers it
     for trial in sorted(ran, key=lambda t: (not t.remark, winner is not None and t.number == winner.number)):
         shape, classes = marker_style(trial)
-        plot.mark(shape, (trial.peak_bytes or 0) / unit, trial.tokens_per_second, classes, trial.number)
+        plot.mark(shape, trial.peak_bytes or 0, trial.tokens_per_second, classes, trial.number)
     if winner is not None and winner.peak_bytes:
-        plot.mark("ring", winner.peak_bytes / unit, winner.tokens_per_second, "winner")
+        plot.mark("ring", winner.peak_bytes, winner.tokens_per_second, "winner")
     return plot.html()
 
 
@@ -370,9 +310,8 @@ def over_time(report: StudyReport) -> Markup | None:
     fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0)
     if whole <= 0 or fastest <= 0:
         return None
-    minutes = whole >= 180
-    unit = 60.0 if minutes else 1.0
-    x = Axis(f"time in trials ({'minutes' if minutes else 'seconds'})", 0.0, whole / unit, lambda v: f"{v:.4g}")
+    unit, word = (60.0, "minutes") if whole >= 180 else (1.0, "seconds")
+    x = Axis(f"time in trials ({word})", 0.0, whole, lambda v: f"{v:.4g}", unit=unit)
     plot = Plot(
         "clock",
         "The search in time",
@@ -389,16 +328,16 @@ def over_time(report: StudyReport) -> Markup | None:
         shape, classes = marker_style(trial)
         speed = trial.tokens_per_second
         if speed is not None:
-            plot.line(at / unit, speed, end / unit, speed, f"took {classes}", trial.number)
-            plot.mark(shape, end / unit, speed, classes, trial.number)
+            plot.line(at, speed, end, speed, f"took {classes}", trial.number)
+            plot.mark(shape, end, speed, classes, trial.number)
             if not trial.remark and speed > best:
                 best = speed
-                front.append((end / unit, speed))
+                front.append((end, speed))
         elif trial.role != RESUME:
-            plot.mark(shape, (at + end) / 2 / unit, None, classes, trial.number)
+            plot.mark(shape, (at + end) / 2, None, classes, trial.number)
         at = end
     if len(front) > 1:
-        plot.steps([*front[1:], (whole / unit, best)], "front")
+        plot.steps([*front[1:], (whole, best)], "front")
     return plot.html()
 
 
@@ -408,30 +347,21 @@ def predicted_against_measured(report: StudyReport) -> list[Markup]:
     if not told:
         return []
     made = []
-    for name, title in (("memory", "peak memory"), ("step", "time of a step")):
-        pairs = [
-            (t, float(t.peak_bytes or 0), t.forecast.peak_bytes)
-            if name == "memory"
-            else (t, float(t.step_seconds or 0), t.forecast.step_seconds)
-            for t in told
-            if t.forecast
-        ]
+    sizes = [(t, float(t.peak_bytes or 0), t.forecast.peak_bytes) for t in told if t.forecast]
+    times = [(t, float(t.step_seconds or 0), t.forecast.step_seconds) for t in told if t.forecast]
+    for name, title, pairs in (("memory", "peak memory", sizes), ("step", "time of a step", times)):
         values = [value for _, *both in pairs for value in both if value > 0]
-        low, high = 0.9 * min(values), 1.1 * max(values)
-        if name == "memory":
-            x, y = (size_axis(f"{how} {title}", low, high, log=True) for how in ("measured", "predicted"))
-        else:
-            x, y = (
-                Axis(f"{how} {title} (s)", low, high, lambda v: f"{v:.3g}", True) for how in ("measured", "predicted")
-            )
+        axis = size_axis if name == "memory" else _seconds_axis
+        x, y = (
+            axis(f"{how} {title}", 0.9 * min(values), 1.1 * max(values), log=True) for how in ("measured", "predicted")
+        )
         plot = Plot(
             f"predicted-{name}", f"Predicted against measured {title}", f"{len(pairs)} trials.", x, y, height=260
         )
         plot.line(x.low, y.low, x.high, y.high, "diagonal")
-        unit = unit_of(x) if name == "memory" else 1.0
         for trial, measured, predicted in pairs:
             shape, classes = marker_style(trial)
-            plot.mark(shape, measured / unit, predicted / unit, classes, trial.number)
+            plot.mark(shape, measured, predicted, classes, trial.number)
         made.append(plot.html())
     return made
 
@@ -455,9 +385,28 @@ def memory_bars(bars: Bars, at: int, scale: float, capacity_bytes: int, ceiling_
     """
     made = []
     for bar in bars.bars:
-        parts = [BarPart(f"{n}: {format_bytes(size)}", size, letter(n), hold(n)) for n, size in bar.parts]
-        about = "; ".join(part.name for part in parts)
-        title = f"Memory of a rank, {bar.name}: {bars.label}"
-        lines = ((float(ceiling_bytes), "ceiling"), (float(capacity_bytes), "capacity"))
-        made.append((bar.name, stacked(f"bar-{at}-{bar.name}", title, about, parts, scale, lines)))
+        titles = [f"{name}: {format_bytes(size)}" for name, size in bar.parts]
+        drawn, left = [], 0.0
+        for title, (name, size) in zip(titles, bar.parts, strict=True):
+            width = 100 * size / scale
+            place = {"x": f"{left:.2f}%", "y": 4, "width": f"{width:.2f}%", "height": 26}
+            drawn.append(_tag("rect", _tag("title", title), **place, class_=hold(name)))
+            if width >= 4:  # else the letter has no space
+                middle = f"{left + width / 2:.2f}%"
+                drawn.append(_tag("text", letter(name), x=middle, y=22, text_anchor="middle", class_="letter"))
+            left += width
+        for limit, classes in ((ceiling_bytes, "ceiling"), (capacity_bytes, "capacity")):
+            x = f"{100 * limit / scale:.2f}%"
+            drawn.append(_tag("line", x1=x, y1=0, x2=x, y2=34, class_=classes))
+        picture = Markup(
+            '<svg class="bar" width="100%" height="34" role="img" aria-labelledby="{n}-t {n}-d"><title id="{n}-t">'
+            'Memory of a rank, {name}: {label}</title><desc id="{n}-d">{about}</desc>{parts}</svg>'
+        ).format(
+            n=f"bar-{at}-{bar.name}",
+            name=bar.name,
+            label=bars.label,
+            about="; ".join(titles),
+            parts=Markup("").join(drawn),
+        )
+        made.append((bar.name, picture))
     return made

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +44,7 @@ from autotune.results.plan import (
 )
 from autotune.results.report import figures
 from autotune.results.report.build import predicted_bar, reclaimed_memory_note
-from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
+from autotune.results.report.figures import Axis, Plot, size_axis
 from autotune.results.report.knob_effects import value_text
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
@@ -111,7 +110,7 @@ def _fill(template: str, **values: Any) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     parts = {"theme": Markup(theme), "script": Markup(script), "style": Markup(style), "policy": policy}
-    return _environment().get_template(template).render(**parts, **values)
+    return _environment().get_template(template).render(**parts, **values, version=__version__)
 
 
 def as_data(data: Any) -> Markup:
@@ -123,8 +122,8 @@ def as_data(data: Any) -> Markup:
 def study_page(report: StudyReport) -> str:
     """Return the HTML of a study's page."""
     sizes = [bar.whole for bars in report.memory for bar in bars.bars]
-    scale = 1.02 * max([float(report.capacity_bytes), *sizes])
-    limits = (report.capacity_bytes, report.ceiling_bytes)
+    limits = (report.hardware.capacity_bytes, report.hardware.ceiling_bytes)
+    scale = 1.02 * max([float(limits[0]), *sizes])
     return _fill(
         "study.html.j2",
         report=report,
@@ -134,7 +133,7 @@ def study_page(report: StudyReport) -> str:
         clock=figures.over_time(report),
         predicted=figures.predicted_against_measured(report),
         bars=[figures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],
-        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
+        holds=_holds(report.memory),
         cells=[cell for cell in Cell if cell is not Cell.NONE and _on_map(report, cell)],
         data=as_data(study_data(report)),
     )
@@ -152,24 +151,35 @@ def training_page(report: TrainingReport) -> str:
     )
 
 
-def plan_page(report: PlanReport) -> str:
-    """Return the HTML of a plan's page."""
-    of_all = {bars.limits for bars in report.memory if bars.limits}
+def plan_page(plans: list[Plan]) -> str:
+    """Return the HTML of the page of one plan, or of several cards side by side."""
+    first, several = plans[0], len(plans) > 1
+    memory = [bars for plan in plans for bars in _memory(plan, several)]
+    of_all = {bars.limits for bars in memory if bars.limits}
     capacities = [float(capacity) for capacity, _ in of_all]
-    scale = 1.02 * max([1.0, *capacities, *(bar.whole for bars in report.memory for bar in bars.bars)])
+    scale = 1.02 * max([1.0, *capacities, *(bar.whole for bars in memory for bar in bars.bars)])
     return _fill(
         "plan.html.j2",
-        report=report,
-        title=f"plan: {report.model}",
-        bars=[
-            figures.memory_bars(bars, at, scale, *bars.limits) for at, bars in enumerate(report.memory) if bars.limits
-        ],
+        title=f"plan: {first.job.model.name}",
+        job=first.job,
+        batch=batch_line(first),
+        note="; ".join(dict.fromkeys(plan.note for plan in plans if plan.note)),
+        plans=[_card(plan) for plan in plans],
+        memory=memory,
+        bars=[figures.memory_bars(bars, at, scale, *bars.limits) for at, bars in enumerate(memory) if bars.limits],
         limits=of_all.pop() if len(of_all) == 1 else None,
+        holds=_holds(memory),
+        cards=comparison_table(plans) if several else cards_table(first),
         no_card=NO_CARD,
+        fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own, first.job)}." if first.own else "",
         no_gain=NO_GAIN,
-        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
-        data=as_data(report.data),
+        data=as_data([plan.to_json() for plan in plans] if several else first.to_json()),
     )
+
+
+def _holds(memory: Sequence[Bars]) -> list[str]:
+    """Return the contents of all bars, each once."""
+    return list(dict.fromkeys(name for bars in memory for bar in bars.bars for name, _ in bar.parts))
 
 
 def _on_map(report: StudyReport, cell: Cell) -> bool:
@@ -198,10 +208,10 @@ def study_data(report: StudyReport) -> dict[str, Any]:
     return {
         "study": report.study,
         "model": report.model,
-        "machine": report.machine,
-        "autotune": report.version,
-        "capacity_bytes": report.capacity_bytes,
-        "ceiling_bytes": report.ceiling_bytes,
+        "machine": str(report.hardware),
+        "autotune": __version__,
+        "capacity_bytes": report.hardware.capacity_bytes,
+        "ceiling_bytes": report.hardware.ceiling_bytes,
         "winner": report.verdict.winner.number if report.verdict.winner else None,
         "fingerprint": report.fingerprint,
         "columns": columns,
@@ -247,69 +257,24 @@ class Card:
     """Predictions for one kind of device."""
 
     machine: str  # and its main memory
-    sentence: str  # the verdict
-    label: str  # short codes of the config; empty if nothing fits
-    legend: str  # explains them
-    tiles: tuple[tuple[str, str, str], ...]  # (figure, its name, interval or detail)
-    lines: tuple[str, ...]  # further facts of the verdict
-    measured: tuple[str, ...]  # published measurements of this kind of job
-    config: dict[str, Any] | None  # DeepSpeed's; None if nothing fits
+    measured: list[str]  # published measurements of this kind of job
     ways: PlanTable
-    gains: tuple[tuple[str, str], ...]  # (gain, change)
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Full content of a plan's page."""
-
-    model: str
-    job: str
-    batch: str
-    note: str
-    plans: tuple[Card, ...]  # one, or several side by side
-    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its card
-    cards: PlanTable | None  # other cards, or the comparison
-    fewest: str  # fewest GPUs of the plan's own card
-    data: Any  # the output of `--json`
-    version: str = __version__
-
-
-def plan_report(plans: list[Plan]) -> PlanReport:
-    """Build the content from one plan, or from several cards side by side."""
-    first, several = plans[0], len(plans) > 1
-    return PlanReport(
-        model=first.job.model.name,
-        job=first.job.summary,
-        batch=batch_line(first),
-        note="; ".join(dict.fromkeys(plan.note for plan in plans if plan.note)),
-        plans=tuple(_card(plan) for plan in plans),
-        memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
-        cards=comparison_table(plans) if several else cards_table(first),
-        fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own, first.job)}." if first.own else "",
-        data=[plan.to_json() for plan in plans] if several else first.to_json(),
-    )
+    gains: list[tuple[str, str]]  # (gain, change)
+    sentence: str  # the verdict
+    lines: tuple[str, ...]  # further facts of the verdict
+    label: str = ""  # short codes of the config; empty if nothing fits
+    legend: str = ""  # explains them
+    tiles: tuple[tuple[str, str, str], ...] = ()  # (figure, its name, interval or detail)
+    config: dict[str, Any] | None = None  # DeepSpeed's; None if nothing fits
 
 
 def _card(plan: Plan) -> Card:
     outlook, hardware = plan.outlook, plan.hardware
-    made = functools.partial(
-        Card,
-        machine=machine_line(plan),
-        ways=ways_table(plan),
-        measured=tuple(measured_lines(plan)),
-        gains=tuple(gain_rows(plan)),
-    )
+    made = partial(Card, machine_line(plan), measured_lines(plan), ways_table(plan), gain_rows(plan))
     chunked = filter(None, [chunked_loss_line(plan)])
     if outlook is None:
         verdict, *lines = nothing_fits_lines(plan)
-        return made(
-            sentence=f"{verdict[0].upper()}{verdict[1:]}.",
-            label="",
-            legend="",
-            tiles=(),
-            lines=(*lines, *chunked),
-            config=None,
-        )
+        return made(sentence=f"{verdict[0].upper()}{verdict[1:]}.", lines=(*lines, *chunked))
     one = outlook.prediction
     lines = [f"limited by {limits(one)}"]
     lines += filter(None, [reclaimed_memory_note(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
@@ -399,7 +364,6 @@ class TrainingReport:
     lines: tuple[str, ...]  # summary for the user
     attempts: tuple[AttemptShown, ...]
     ladder: tuple[tuple[str, bool, float], ...]  # (config, measured, bytes of a rank)
-    version: str = ""
 
     @property
     def points(self) -> list[list[tuple[float, int, int]]]:
@@ -412,10 +376,10 @@ class TrainingReport:
         return found
 
 
-def _clock(report: TrainingReport) -> tuple[Axis, float]:
+def _clock(report: TrainingReport) -> Axis:
     whole = max(sum(one.seconds for one in report.attempts), 1e-3)
     unit, word = (3600.0, "hours") if whole >= 7200 else (60.0, "minutes") if whole >= 180 else (1.0, "seconds")
-    return Axis(f"time ({word})", 0.0, whole / unit, lambda v: f"{v:.4g}"), unit
+    return Axis(f"time ({word})", 0.0, whole, lambda v: f"{v:.4g}", unit=unit)
 
 
 def over_time(report: TrainingReport) -> list[Markup]:
@@ -423,7 +387,7 @@ def over_time(report: TrainingReport) -> list[Markup]:
     courses = report.points
     if not any(courses):
         return []
-    clock, unit = _clock(report)
+    clock = _clock(report)
     highest = max(size for course in courses for _, _, size in course)
     bytes_axis = size_axis("memory of the worst rank", 0.0, 1.06 * max(highest, report.capacity_bytes))
     most = max(steps for course in courses for _, steps, _ in course)
@@ -435,8 +399,7 @@ def over_time(report: TrainingReport) -> list[Markup]:
         bytes_axis,
         height=200,
     )
-    scale = unit_of(bytes_axis)
-    memory.level(report.capacity_bytes / scale, "capacity", "capacity")
+    memory.level(report.capacity_bytes, "capacity", "capacity")
     steps = Plot(
         "steps-course",
         "Steps over time",
@@ -445,12 +408,12 @@ def over_time(report: TrainingReport) -> list[Markup]:
         Axis("steps of all attempts", 0.0, 1.06 * max(most, 1), lambda v: f"{v:.4g}"),
         height=200,
     )
-    for plot, at, by in ((memory, 2, scale), (steps, 1, 1.0)):
+    for plot, at in ((memory, 2), (steps, 1)):
         ended = 0.0
         for attempt, course in zip(report.attempts, courses, strict=True):
             ended += attempt.seconds
             for before, after in pairwise(course):
-                plot.line(before[0] / unit, before[at] / by, after[0] / unit, after[at] / by, "series")
+                plot.line(before[0], before[at], after[0], after[at], "series")
             if attempt is not report.attempts[-1]:
-                plot.upright(ended / unit, "ended", f"end of attempt {report.attempts.index(attempt) + 1}")
+                plot.upright(ended, "ended", f"end of attempt {report.attempts.index(attempt) + 1}")
     return [memory.html(), steps.html()]

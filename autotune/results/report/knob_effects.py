@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.predictor import Predictor, Table
+from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import host_limit_bytes
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, RUNG_KNOBS, Candidate, Value, is_read
 from autotune.problem.hardware import Hardware
@@ -136,7 +136,7 @@ def steps_around(
     best = measured[winner]
     near = {**_near(winner, space, allowed), **{c: k for c in trials if (k := changed_knob(winner, c))}}
     untried = [candidate for candidate in near if candidate not in trials]
-    known = None
+    known: dict[Candidate, Judgement] = {}
     if predictor and untried:
         ran_out = [candidate for candidate, trial in trials.items() if trial.lacks_memory_on(predictor.hardware)]
         known = judge_candidates([winner, *untried], ran_out, predictor.hardware, predictor)
@@ -150,13 +150,12 @@ def steps_around(
             speed = ratio.times - 1 if ratio else None
             noise = ratio is not None and ratio.is_noise
             found.append(Step(knob, change, str(candidate), trial.status, speed, size, trial.number, is_noise=noise))
-        elif known is not None and known.table is not None:
-            at, table = 1 + untried.index(candidate), known.table
-            fits = known.cells[at] is Cell.PREDICTED
+        elif known:
+            judged, own = known[candidate], known[winner]
             # a config that does not fit gains nothing
-            speed = float(table.samples[at] / table.samples[0] - 1) if fits else None
-            size = float(table.needed[at] - table.needed[0])
-            found.append(Step(knob, change, str(candidate), None, speed, size, cell=known.cells[at]))
+            speed = judged.samples_per_second / own.samples_per_second - 1 if judged.cell is Cell.PREDICTED else None
+            size = judged.needed_bytes - own.needed_bytes
+            found.append(Step(knob, change, str(candidate), None, speed, size, cell=judged.cell))
     return tuple(sorted(found, key=lambda step: (step.status is None, step.knob, step.change)))
 
 
@@ -236,18 +235,19 @@ def effects_of_knobs(
 
 
 @dataclass(frozen=True)
-class JudgedCandidates:
-    """Candidates, in their order, with the conclusions about each."""
+class Judgement:
+    """Conclusion about a candidate without a trial of its own. The figures are 0 without a predictor."""
 
-    cells: tuple[Cell, ...]  # RULED_OUT, TOO_MUCH, PREDICTED or, without a predictor, UNKNOWN
-    culprits: Mapping[Candidate, Candidate]  # for each excluded candidate, one that ran out of memory and needs no more
-    table: Table | None
-    over_host: tuple[bool, ...]  # main memory is too small
+    cell: Cell  # RULED_OUT, TOO_MUCH, PREDICTED or, without a predictor, UNKNOWN
+    culprit: Candidate | None  # of an excluded candidate: one that ran out of memory and needs no more
+    needed_bytes: float = 0.0
+    samples_per_second: float = 0.0
+    lacks_host_memory: bool = False
 
 
 def judge_candidates(
     candidates: Sequence[Candidate], ran_out: Collection[Candidate], hardware: Hardware, predictor: Predictor | None
-) -> JudgedCandidates:
+) -> dict[Candidate, Judgement]:
     """Judge candidates without a trial.
 
     Args:
@@ -263,12 +263,14 @@ def judge_candidates(
         for i in np.flatnonzero(dominance.at_least_as_large(candidate)):
             culprits.setdefault(every[i], candidate)
     if predictor is None or not candidates:
-        cells = tuple(Cell.RULED_OUT if candidate in culprits else Cell.UNKNOWN for candidate in candidates)
-        return JudgedCandidates(cells, culprits, None, (False,) * len(candidates))
+        return {
+            one: Judgement(Cell.RULED_OUT if one in culprits else Cell.UNKNOWN, culprits.get(one)) for one in candidates
+        }
     table = predictor.table(candidates)
     host = table.host * hardware.count / hardware.nodes > host_limit_bytes(hardware)
-    cells = tuple(
-        Cell.RULED_OUT if candidate in culprits else Cell.PREDICTED if fits else Cell.TOO_MUCH
-        for candidate, fits in zip(candidates, predictor.fits(table).tolist(), strict=True)
-    )
-    return JudgedCandidates(cells, culprits, table, tuple(host.tolist()))
+    columns = (predictor.fits(table).tolist(), table.needed.tolist(), table.samples.tolist(), host.tolist())
+    found = {}
+    for candidate, fits, *figures in zip(candidates, *columns, strict=True):
+        cell = Cell.RULED_OUT if candidate in culprits else Cell.PREDICTED if fits else Cell.TOO_MUCH
+        found[candidate] = Judgement(cell, culprits.get(candidate), *figures)
+    return found

@@ -82,14 +82,6 @@ class MeasuredGain:
 
 
 @dataclass(frozen=True)
-class Code:
-    """A text to copy."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class WinnerSummary:
     """The answer, and how to use it."""
 
@@ -103,7 +95,7 @@ class WinnerSummary:
     checks: tuple[str, ...] = ()  # checks that the winner has passed, and open ones
     gains: tuple[MeasuredGain, ...] = ()
     lines: tuple[str, ...] = ()  # the config that came closest if nothing fits, or how to begin
-    run_now: tuple[Code, ...] = ()
+    run_now: tuple[tuple[str, str], ...] = ()  # (name, text to copy)
     instead: str = ""  # alternative to the commands
     needs: tuple[str, ...] = ()  # further changes that the training needs
     mfu: float | None = None
@@ -173,7 +165,6 @@ class TimeUse:
     """Use of a study's time, in seconds."""
 
     calls: tuple[tuple[str, float, float, str], ...]  # (started, used, budget, reason for its end)
-    used_seconds: float
     spent: tuple[tuple[str, float], ...]  # by cause, in order
 
 
@@ -240,11 +231,7 @@ class StudyReport:
     study: str
     model: str
     job: str
-    machine: str
-    device: str
-    capacity_bytes: int
-    ceiling_bytes: int
-    headroom: float
+    hardware: Hardware
     objective: str
     verdict: WinnerSummary
     trials: tuple[Trial, ...]
@@ -262,4 +249,3 @@ class StudyReport:
     space: str  # its YAML
     fingerprint: dict[str, Any] = field(default_factory=dict)
     forced: tuple[str, ...] = ()  # differences that --force accepted
-    version: str = ""  # version of autotune

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
-from autotune.problem.hardware import GpuFacts, gpu_table
+from autotune.problem.gpu_specs import GpuFacts, gpu_table
 from benchmarks.predict.published.number_formats import NUMBER, number
 from benchmarks.predict.published.rows import Row
 from benchmarks.predict.published.words import (

@@ -27,7 +27,8 @@ from typing import Any
 
 from autotune.predict.step_time import fsdp_settings
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
-from autotune.problem.hardware import Hardware, gpu_table
+from autotune.problem.gpu_specs import gpu_table
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import ATTENTIONS, SEQUENCE_RANKS, Job, Lora
 from autotune.problem.models import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, SEQ2SEQ, ModelSpec, default_task
 from autotune.util.units import GIB

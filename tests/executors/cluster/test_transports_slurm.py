@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune.commands.request import Request
 from autotune.commands.slurm_submit import _follow, batch_script, limit_seconds, options_of
 from autotune.errors import UserError
 from autotune.executors.cluster import transports
@@ -40,12 +41,11 @@ HOUR = 3600.0
 SENT = NodeRequirements(
     "cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune"))
 )  # to nodes that have not the package
-NONE = {"partition": None, "account": None, "time": None, "more": []}
 
 
 def test_what_sbatch_is_told() -> None:
-    asked = {"partition": "long", "account": "me", "time": "2:00:00", "more": ["gres=gpu:8", "--exclusive"]}
-    found = options_of(nodes=4, gpus=8, device="auto", **asked)  # type: ignore[arg-type]
+    more = ["gres=gpu:8", "--exclusive"]
+    found = options_of(Request(nodes=4, gpus=8, partition="long", account="me", time="2:00:00", slurm=more))
     assert found[:2] == ["--nodes=4", "--ntasks-per-node=1"]
     assert {
         "--gpus-per-node=8",
@@ -55,7 +55,7 @@ def test_what_sbatch_is_told() -> None:
         "--gres=gpu:8",
         "--exclusive",
     } < set(found)
-    assert "--gpus-per-node=2" not in options_of(nodes=1, gpus=2, device="cpu", **NONE)  # type: ignore[arg-type]
+    assert "--gpus-per-node=2" not in options_of(Request(gpus=2, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_sbatch_is_told() -> None:
 )
 def test_options_that_are_none(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        options_of(nodes=1, gpus=None, device="auto", **{**NONE, "more": [text]})  # type: ignore[arg-type]
+        options_of(Request(slurm=[text]))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_time_limit_in_which_nothing_can_be_done(limit: str) -> None:
     with pytest.raises(
         UserError, match=f"--time {limit}: Slurm warns 90 s before the end, .*: give at least 3 minutes"
     ):
-        options_of(nodes=1, gpus=None, device="auto", **{**NONE, "time": limit})  # type: ignore[arg-type]
+        options_of(Request(time=limit))
 
 
 def test_a_job_that_was_ended_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

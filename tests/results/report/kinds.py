@@ -10,7 +10,7 @@ from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job
 from autotune.results.plan import Plan, WayPlan
-from autotune.results.report.html import AttemptShown, TrainingReport, plan_page, plan_report, training_page, write_page
+from autotune.results.report.html import AttemptShown, TrainingReport, plan_page, training_page, write_page
 from autotune.search.study import StudyStore
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
@@ -56,7 +56,7 @@ def _plan_of(job: Job, hardware: Hardware) -> Plan:
 def _plans(*hardware: Hardware) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         folder.mkdir()
-        write_page(plan_page(plan_report([_plan_of(make_job(), one) for one in hardware])), folder / "page.html")
+        write_page(plan_page([_plan_of(make_job(), one) for one in hardware]), folder / "page.html")
         return folder / "page.html"
 
     return write

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import re
+import webbrowser
 from pathlib import Path
 
 import pytest
 
 from autotune.commands import run as run_command
-from autotune.commands import study_output as command
 from autotune.commands.run import NOTE as GALLERY
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.trace_cache import closed_form_trace
@@ -18,7 +18,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.results.plan import Plan, WayPlan
 from autotune.results.report.build import SearchedSpace, memory_map, study_report, without_secrets
-from autotune.results.report.html import _short, as_data, plan_page, plan_report
+from autotune.results.report.html import _short, as_data, plan_page
 from autotune.results.report.knob_effects import TRADED, changed_knob
 from autotune.results.report.model import Cell, Status, Step, StudyReport, Trial
 from autotune.search.study import StudyStore
@@ -246,9 +246,7 @@ def test_a_plan_says_why_a_peak_above_the_ceiling_fits() -> None:
         predictor, one = of_micro_batch_128(card_gib)
         assert one.fits is (name != "over")
         pages[name] = plan_page(
-            plan_report(
-                [Plan(predictor.job, predictor.hardware, [one], (WayPlan(0, False, False, one, one, None),), "a test")]
-            )
+            [Plan(predictor.job, predictor.hardware, [one], (WayPlan(0, False, False, one, one, None),), "a test")]
         )
     said = f"{format_bytes(free.needed_bytes)} are needed: cached blocks are given back before memory runs out"
     for section in ("verdict", "memory"):
@@ -420,7 +418,7 @@ def test_a_slice_has_no_hostfile_to_train_with(sliced: bool) -> None:
     script = Script(("train.py",), "/work", profile=profile)
     hardware = dataclasses.replace(machine(), count=4, nodes=2, sliced=sliced)
     store = StudyStore.in_memory(dataclasses.replace(make_job(4), script=script), hardware, space())
-    commands = " ".join(code.text for code in report_of(everything(store)).verdict.run_now)
+    commands = " ".join(text for _, text in report_of(everything(store)).verdict.run_now)
     assert f"--hostfile {'HOSTFILE' if sliced else 'hostfile'} " in commands
 
 
@@ -475,7 +473,7 @@ def test_it_is_written_where_it_is_asked_for(
 
 def test_it_is_opened(there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(command.webbrowser, "open", lambda uri: bool(opened.append(uri)))
+    monkeypatch.setattr(webbrowser, "open", lambda uri: bool(opened.append(uri)))
     open_study(there / "runs")
     code, _, err = call(monkeypatch, capsys, "report", "s", "--open")
     assert (code, opened) == (0, [(there / "runs" / "s" / "s.html").as_uri()])
@@ -566,7 +564,7 @@ def test_an_outcome_without_words_is_shown(tmp_path: Path) -> None:
 def test_each_card_of_a_comparison_has_its_own_limits() -> None:
     """The figures of one card never stand beside the memory of another."""
     plans = [_plan_on("rtx3090"), _plan_on("a100-80gb"), _plan_on("t4", fits=False)]
-    text = plan_page(plan_report(plans))
+    text = plan_page(plans)
     verdict = text.split('id="verdict"')[1].split("</section>")[0]
     small, large, none = verdict.split("<h3>")[1:]
     for part, plan in ((small, plans[0]), (large, plans[1])):
@@ -574,7 +572,7 @@ def test_each_card_of_a_comparison_has_its_own_limits() -> None:
     assert "Nothing of the space is predicted to fit." in none
     assert "a GPU" not in none
     assert "ceiling of each card" in text
-    alone = plan_page(plan_report(plans[:1]))
+    alone = plan_page(plans[:1])
     assert f"ceiling {format_bytes(plans[0].hardware.ceiling_bytes)}" in alone
     assert "of each card" not in alone
 
