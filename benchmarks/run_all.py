@@ -151,6 +151,8 @@ EXEMPT = {
     "trials/timed.py": "started by inturn.py around a training script",
     "trials/train_plain.py": "started by ranks.py under torchrun",
     "search/deepspeed_train.py": "started by DeepSpeed's autotuner in gpu/deepspeed.py",
+    "predict/card_rates.py": "writes autotune/data/gallery_rates.json, which tests check",
+    "predict/many_traces.py": "imported: traces for many jobs at once",
     "predict/caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
     "predict/published/error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",

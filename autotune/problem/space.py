@@ -291,12 +291,15 @@ def compose_yaml(text: str) -> yaml.Node | None:
     """Return the root of a YAML text, or None of an empty one. Nodes that several aliases name are shared.
 
     Raises:
-        YAMLError: the text is no YAML.
-        ValueError: its aliases would expand to more than MOST_NODES nodes.
+        YAMLError: the text is no YAML, or its aliases would expand to more than MOST_NODES nodes.
     """
     node = yaml.compose(text, Loader=yaml.SafeLoader)
-    if node is not None and _expanded_nodes(node, {}) > MOST_NODES:
-        raise ValueError(f"its aliases expand to more than {MOST_NODES} values")
+    if node is not None and (nodes := _expanded_nodes(node, {})) > MOST_NODES:
+        endless = math.isinf(nodes)
+        why = (
+            "an alias lies within what it names" if endless else f"its aliases expand to more than {MOST_NODES} values"
+        )
+        raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
     return node
 
 

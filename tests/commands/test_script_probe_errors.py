@@ -173,7 +173,11 @@ PROTECTION = "--unprotected"
 )
 def test_a_limit_that_may_be_the_cause_is_named(error: Any, log: str, cap_bytes: int | None, remedy: str) -> None:
     error = error() if callable(error) else error
-    described = {"kinds": [f"builtins.{type(error).__name__}"], "text": str(error), "errnos": sorted(errnos(error))}
+    described = {
+        "kinds": [f"builtins.{type(error).__name__}"],
+        "text": str(error),
+        "errnos": sorted(errnos(error)) if error else [],
+    }
     peaks = MemoryPeaks(used=[1000 << 20])
     evidence = FailureEvidence(
         "cpu", [described] if error else [], {} if error else {0: -11}, logs={0: log}, peaks=peaks

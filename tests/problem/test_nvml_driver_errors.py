@@ -110,7 +110,7 @@ def test_a_device_without_nvml(no_library: Path, files: list[str], sign: str) ->
     there(no_library, *files)
     lacks = f"{sign} is there, but not NVML's library (a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
     assert refused() == f"found no GPU that can be used: {lacks}{CPU}"
-    finding = next(iter(doctor._gpus()))
+    finding = next(iter(doctor._gpus(OWN)))
     assert (finding.level, finding.found) == ("bad", lacks)
     with pytest.raises(UserError, match=f"--device cuda: no GPU found .{sign} is there"):
         detect("cuda", None)

@@ -246,7 +246,7 @@ def test_default_holds_every_knob_that_was_promised() -> None:
         ("knobs: {lora: [fast]}", ":1: lora: LoRA fast: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("knobs: {lora: [true]}", ":1: lora: expected none, a rank, or r=16,targets=all-linear, found True"),
         ("a: 2020-99-99\n", ": not YAML that can be read (month must be in 1..12)"),
-        ("&a [*a]", ":1: expected `knobs:` and their values, found list"),
+        ("&a [*a]", ":1: not YAML (an alias lies within what it names)"),
         ("? [1]\n: 2\n", ":1: not YAML (found unhashable key)"),
     ],
 )
