@@ -88,7 +88,7 @@ class Samples:
         self.memory.append(anonymous_bytes(process))
         self.allocated.append(allocated_bytes())
         self.descriptors.append(process.num_fds())
-        for name, kept_bytes in history_bytes(tuner).items():
+        for name, kept_bytes in history_bytes(tuner, self).items():
             self.parts[name].append(kept_bytes)
         for child in process.children():
             if FORK_SERVER in child.cmdline():
@@ -131,8 +131,8 @@ def fill_numpy_cache() -> None:
         [np.empty(size, np.uint8) for _ in range(7)]  # freed together
 
 
-def history_bytes(tuner: Tuner) -> dict[str, int]:
-    """Bytes that the search keeps, by part; counted in a forked process, because counting needs memory too."""
+def history_bytes(tuner: Tuner, samples: Samples) -> dict[str, int]:
+    """Bytes that the search and this benchmark keep, by part; counted in a forked process, because counting needs memory too."""
     reading, writing = os.pipe()
     if not (counting := os.fork()):
         parts = {
@@ -141,6 +141,7 @@ def history_bytes(tuner: Tuner) -> dict[str, int]:
             "effects of knobs": tuner.proposer.knobs,
             "models and sampler": tuner.proposer,
             "rest": tuner,
+            "these samples": samples,
         }
         seen: set[int] = set()
         os.write(writing, json.dumps({name: reachable_bytes(one, seen) for name, one in parts.items()}).encode())
