@@ -123,7 +123,7 @@ def test_one_job_file_serves_all_commands(asked: Any) -> None:
         ("script: [a.py, {b: c}]\n", "found a mapping in it"),
         ("space: [a]\n", "expected a name, a file or a mapping"),
         ("gpus: 1\nspace:\n  knobs:\n    zero_stag: [1]\n", ":4: zero_stag: unknown knob; did you mean zero_stage"),
-        ("space: &s {knobs: *s}\n", "not YAML that can be read"),
+        ("space: &s {knobs: *s}\n", ":1: not YAML (an alias lies within what it names)"),
         ("<<: 3\n", "`<<` cannot be merged"),
         ("storage: 'mysql://joe:***@h/d'\n", "Give it again with --storage or $AUTOTUNE_STORAGE"),
         ("script: [a.py, --key, '***']\n", "Give it again after `--`"),
