@@ -32,6 +32,10 @@ def run_small(command: str, *options: str) -> str:
     return done.stdout
 
 
+RARE_COMMANDS = {
+    "training/winners.py",  # tests/test_printed_forms.py
+    "reliability/mutants.py",  # `make mutants`
+}
 RARE = {  # up to a minute each; other tests run their parts
     "frameworks-cpu",  # tests/frameworks
     "vs-deepspeed-cpu",
@@ -46,6 +50,7 @@ RARE = {  # up to a minute each; other tests run their parts
     "reliability-large",  # tests/benchmarks/test_reliability.py
     "search",  # the same program makes the sequences of tests/golden
     "reliability-kills",  # calls that are killed, in tests/benchmarks/test_faults.py
+    "reliability-conditions",  # tests/benchmarks/test_reliability.py, tests/commands/test_failing_storage.py
     "fidelity-cpu",  # the step `product` of tests/benchmarks/test_gpu_acceptance.py
     "reliability-growth",  # calls of `autotune run`, and the table and slopes of tests/benchmarks/test_reliability.py
     "variants-cpu",  # two jobs in turn; tests/executors/test_local_knobs.py measures the loss in chunks
@@ -74,11 +79,7 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(name, marks=[pytest.mark.rare] * (name == "training/winners.py"))  # tests/test_printed_forms.py
-        for name in OF_THE_TESTS
-        if name != WHOLE
-    ],
+    [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE_COMMANDS)) for name in OF_THE_TESTS if name != WHOLE],
 )
 def test_the_commands_with_a_target_of_their_own_have_a_small_form(command: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"

@@ -155,6 +155,7 @@ def test_lengths_are_trained(bench: Bench) -> None:
     assert outcome.measurement.tokens_per_second < 0.2 * 64 * outcome.measurement.samples_per_second
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tracer_process")
 def test_a_workload_of_ones_own(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its trace nor its trials change a file."""

@@ -154,7 +154,7 @@ def test_a_bad_space(
 INTEGERS = ["-9" * 1, "0", str(2**31), str(2**63), str(10**30), "9" * 400, "9" * 5000, "x", "1e9", "nan"]
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("number", INTEGERS)
 @pytest.mark.parametrize(
     "option", ["--gpus", "--nodes", "--seq-len", "--global-batch-size", "--image-size", "--tokens", "--price", "--lora"]
