@@ -112,7 +112,7 @@ class HostWorkers(Protocol):
 class MultiHostLaunch:
     """Several machines over which a group's ranks are spread evenly."""
 
-    # Make the workers of each machine, in order: `memory is sampled continuously`, and a function for lines for people.
+    # makes the workers of each machine, in order; takes True if memory is sampled continuously, and a printer of lines
     make_workers: Callable[[bool, Callable[[str], None]], list[HostWorkers]]
     store_host: str  # address of the first machine, at which all others reach the rendezvous
 

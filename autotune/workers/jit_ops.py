@@ -151,8 +151,10 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
 
 def _check_no_links_out(folder: Path, written: list[Path]) -> None:
     """Check that files that a build writes lie in this folder. Trials may write here, and leave a link to any file."""
-    for path in (inner for one in written for inner in (one, *([] if one.is_symlink() else one.rglob("*")))):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+    root = os.path.realpath(folder)
+    inner = (path for one in written if not one.is_symlink() for path in one.rglob("*"))
+    for path in (*written, *inner):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise UserError(f"{path} is a link out of {folder}, and a build would write through it: remove it")
 
 

@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], None] | None = None) -> None:
-    """Traces what the cache lacks of many (job, loss).
+    """Trace the jobs, each with its loss, that the cache lacks.
 
     A job that cannot be traced is skipped: `trace_job` has the reason. So is one with code of its own, which `trace_job` runs
     in a sandbox.

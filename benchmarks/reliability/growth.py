@@ -60,7 +60,7 @@ WINDOW = 12  # outcomes
 LIVE, REPLAYED = f"live, two CPU ranks, windows of {WINDOW}", f"as many replayed, windows of {WINDOW}"
 WARM_UP = 0.5  # share of the trials that are left out of the fit
 SAMPLES = 40
-SMALL = 512  # bytes: larger blocks are the C library's
+PYMALLOC_BYTES = 512  # largest request that Python's own allocator serves; the C library serves the rest
 VALUES_PREFIX = 16  # bytes, about: the order of attributes before their values, Objects/dictobject.c
 SURE = statistics.NormalDist().inv_cdf(0.975)
 
@@ -189,7 +189,7 @@ def block_bytes(size: int) -> int:
 
     Sources: Objects/obmalloc.c (ALIGNMENT, SMALL_REQUEST_THRESHOLD) of Python, malloc/malloc.c (request2size) of glibc.
     """
-    return -(-(size if size <= SMALL else size + 8) // 16) * 16
+    return -(-(size if size <= PYMALLOC_BYTES else size + 8) // 16) * 16
 
 
 def child(samples_file: Path, every: int, window: int, words: list[str]) -> None:
