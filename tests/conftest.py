@@ -46,7 +46,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it: every proc
 # stale, and from then on each builds it anew whenever the other has.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, StartupDeadline, probe
+from autotune.commands.setup import Setup
 from autotune.executors import local, machine
 from autotune.executors.base import MeasureSpec
 from autotune.executors.local import Deadlines, LocalExecutor, LocalSession
@@ -58,6 +60,7 @@ from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Outcome
+from autotune.problem.space import load_space
 from autotune.rank.sandbox import Sandbox
 from autotune.script.profile import job_of, unknown_job
 from autotune.util.units import MIB
@@ -224,6 +227,25 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def make_setup(job: Job, hardware: Hardware, folder: Path) -> Setup:
+    """Return the setup of a run in the default space, before its script's probe run."""
+    return Setup(
+        request=Request(),
+        job=job,
+        hardware=hardware,
+        space=load_space("default"),
+        candidates=(),
+        notes=(),
+        replay_table=None,
+        name="s",
+        folder=folder,
+        storage=None,
+        global_batch_size=None,
+        budget_seconds=60.0,
+        tolerance=0.0,
+    )
 
 
 def make_job(ranks: int = 2, **changes: object) -> Job:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe
 from autotune.commands.setup import Setup
 from autotune.predict.trace import traced_predictor
@@ -25,7 +24,7 @@ from autotune.script.argument_files import FOUND
 from autotune.script.profile import BY_HAND, job_of, own_candidate
 from autotune.script.script import command
 from autotune.util.units import GIB
-from tests.conftest import SCRIPTS, Scripts, make_candidate, make_job
+from tests.conftest import SCRIPTS, Scripts, make_candidate, make_job, make_setup
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
 
@@ -42,22 +41,7 @@ def case(name: str, *arguments: str) -> list[str]:
 def setup_of(probed: Probe, scripts: Scripts, folder: Path) -> Setup:
     """Return the setup of a run after the probe, with all four stages in its space."""
     job = job_of(probed.script, scripts.hardware, None)
-    setup = Setup(
-        request=Request(),
-        job=job,
-        hardware=scripts.hardware,
-        space=load_space("default"),
-        candidates=(),
-        notes=(),
-        replay_table=None,
-        name="s",
-        folder=folder,
-        storage=None,
-        global_batch_size=None,
-        budget_seconds=60.0,
-        tolerance=0.0,
-    )
-    return after_probe(setup, probed)
+    return after_probe(make_setup(job, scripts.hardware, folder), probed)
 
 
 @pytest.mark.slow

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 
 from autotune.commands.doctor import _protection
-from autotune.commands.request import Request
 from autotune.commands.run import with_agreed_protection
 from autotune.commands.script_probe import Probe, ShortRuns, after_probe, check_batch
-from autotune.commands.setup import Setup as RunSetup
 from autotune.errors import UserError
 from autotune.executors import machine
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
-from autotune.problem.space import load_space
 from autotune.rank.sandbox import Protection
 from autotune.util.interpreter import OWN
-from tests.conftest import make_job
+from tests.conftest import make_job, make_setup
 from tests.results.report.studies import measured
 
 
@@ -112,21 +109,7 @@ def test_the_answer_holds_for_every_trial_of_a_script(tmp_path: Path) -> None:
     profile |= {"checkpointing": False, "batch_note": ""}
     script, hardware = Script(("train.py",), str(tmp_path), profile=profile), detect("cpu", 2)
     own = replace(make_job(), script=script, unprotected=True, interpreter=replace(OWN))
-    whole = RunSetup(
-        request=Request(),
-        job=own,
-        hardware=hardware,
-        space=load_space("default"),
-        candidates=(),
-        notes=(),
-        replay_table=None,
-        name="s",
-        folder=tmp_path,
-        storage=None,
-        global_batch_size=None,
-        budget_seconds=60.0,
-        tolerance=0.0,
-    )
+    whole = make_setup(own, hardware, tmp_path)
     started: list[Job] = []
 
     def session(*_: object, job: Job) -> Any:
