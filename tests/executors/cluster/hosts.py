@@ -36,6 +36,7 @@ PubkeyAuthentication yes
 UsePAM no
 PermitRootLogin yes
 PermitUserEnvironment yes
+SetEnv AUTOTUNE_CACHE={cache}
 X11Forwarding no
 PrintMotd no
 LogLevel VERBOSE
@@ -69,9 +70,16 @@ class SshHost:
     link: str = ""  # this machine's end of its cable
     process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def cache(self) -> Path:
+        """The folder in which its logins keep their cache."""
+        return self.folder / "cache"
+
     def start(self, keys: Path) -> None:
         config = self.folder / "sshd_config"
-        config.write_text(_CONFIG.format(address=self.address, port=self.port, folder=self.folder, keys=keys))
+        config.write_text(
+            _CONFIG.format(address=self.address, port=self.port, folder=self.folder, cache=self.cache, keys=keys)
+        )
         words = [str(SSHD), "-D", "-e", "-f", str(config)]
         if self.namespace:  # with a host name of its own
             hidden = self.folder.parent / HIDDEN
