@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from autotune._version import install_command
-from autotune.commands.request import Request
+from autotune.commands.request import LOCAL, REPLAY, SCHEDULERS, Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
@@ -153,7 +153,32 @@ def _check_packages(found: Interpreter, needed: Sequence[str], named_by: str) ->
 
 # arguments: number of nodes, devices on each, and kind of device
 Placing = Callable[[int | None, int | None, str], Sequence[Host]]
-SCHEDULERS = ("slurm", "ray")  # executors that bring their own nodes
+
+
+def _either(names: Sequence[str]) -> str:
+    """Return several names like `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+# options that name several machines, as messages list them
+SEVERAL_MACHINES = _either(["--hostfile FILE", *(f"--executor {name}" for name in SCHEDULERS)])
+
+
+def check_executor(executor: str, *, replays: bool) -> None:
+    """Check the value of `--executor`, the same for all commands.
+
+    Args:
+        replays: a recorded table is accepted, too.
+
+    Raises:
+        UserError: there is no such executor; the message lists those that there are.
+    """
+    kind, _, table = executor.partition(":")
+    if executor in (LOCAL, *SCHEDULERS) or (replays and kind == REPLAY and table):
+        return
+    names = [LOCAL, *SCHEDULERS, *([f"{REPLAY}:TABLE"] if replays else [])]
+    raise UserError(f"--executor {executor}: expected {_either(names)}")
 
 
 @dataclasses.dataclass
@@ -296,10 +321,7 @@ def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
         others |= {"--export": named.exports or None, "--sync": named.sync or None}
         for option, given in {**filters, **others}.items():
             if given is not None:
-                raise UserError(
-                    f"{option} needs several machines. Add --hostfile FILE, --executor slurm or --executor ray, or "
-                    f"remove {option}."
-                )
+                raise UserError(f"{option} needs several machines. Add {SEVERAL_MACHINES}, or remove {option}.")
 
 
 def _allocated(gpus: int | None) -> tuple[list[Host], str]:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
+from autotune.commands.environment import SEVERAL_MACHINES, TRAINING, Nodes, check_executor, named_nodes, ranks_python
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
@@ -64,8 +64,7 @@ def launch_training(
         UserError: bad input, or a study of another script.
         NothingFits: no config is predicted to fit.
     """
-    if request.executor not in ("local", *SCHEDULERS):
-        raise UserError(f"--executor {request.executor}: expected local, slurm or ray")
+    check_executor(request.executor, replays=False)
     if not request.script:
         study = request.study if request.study and not request.study.endswith(".py") else "STUDY"
         whose = f"--model {request.model} …" if request.model else shlex.quote(study)
@@ -132,8 +131,7 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
     if nodes is None:
         if tuned.nodes > 1:
             raise UserError(
-                f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each. Add --hostfile FILE, --executor "
-                "slurm or --executor ray"
+                f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each. Add {SEVERAL_MACHINES}"
             )
         return detect(
             tuned.device,

@@ -73,6 +73,12 @@ def _option(default: object, *attributes: Any, **more: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# Names that `--executor` takes. The help below, and all messages that list them, are built from these.
+LOCAL = "local"
+SCHEDULERS = ("slurm", "ray")  # transports that bring their own nodes
+REPLAY = "replay"  # followed by `:TABLE`; a training replays no table
+_ON_MACHINES = f"{LOCAL}: this machine or --hostfile; {', '.join(SCHEDULERS)}: nodes of the scheduler"
+
 COMMANDS = ("run", "plan", "launch")
 _OPTION = "option"  # key of a field's metadata
 STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
@@ -330,12 +336,12 @@ class Request:
     )
     exhaustive: bool = _option(False, "Use the whole budget.", Panel.SEARCH, "run")
     executor: str = _option(
-        "local",
-        "local: this machine or --hostfile; slurm, ray: nodes of the scheduler; replay:TABLE: a recorded table.",
+        LOCAL,
+        f"{_ON_MACHINES}; {REPLAY}:TABLE: a recorded table.",
         Panel.NODES,
         "run launch",
         metavar="NAME",
-        launch=Variant("local: this machine or --hostfile; slurm, ray: nodes of the scheduler."),
+        launch=Variant(f"{_ON_MACHINES}."),
     )
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
     no_gallery: bool = _option(False, "Do not start from the results of the gallery.", Panel.SEARCH, "run")

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
 from autotune.commands.job_file import COMMAND_FILE, job_text
-from autotune.commands.request import Request
+from autotune.commands.request import REPLAY, Request
 from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
@@ -113,7 +113,7 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    clock, uses_ranks = CallClock(), not request.executor.startswith("replay")
+    clock, uses_ranks = CallClock(), not request.executor.startswith(REPLAY)
     confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
     needed = () if not uses_ranks else TRAINING if request.script or request.workload else NAMED_MODEL
 

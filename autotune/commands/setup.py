@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.environment import SCHEDULERS, Nodes
-from autotune.commands.request import Request, flag_of
+from autotune.commands.environment import Nodes, check_executor
+from autotune.commands.request import REPLAY, Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
 from autotune.executors.machine import Slot, slots
@@ -280,26 +280,20 @@ def _replay_table(request: Request, nodes: Nodes | None) -> ReplayTable | None:
     """Return the table that `--executor replay:TABLE` searches; None for an executor of machines.
 
     Raises:
-        UserError: there is no such executor or table, or another option contradicts it.
+        UserError: see `check_executor`; or there is no such table, or another option contradicts it.
     """
+    check_executor(request.executor, replays=True)
     kind, _, table = request.executor.partition(":")
-    if kind == "replay":
-        if request.parallel != 1:
-            raise UserError(
-                "--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel."
-            )
-        if nodes is not None or request.nodes is not None:
-            raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
-        why = "cannot be combined with --executor replay, whose table has its own limit"
-        _refuse(request, "memory_cap reserve", why)
-        if table:
-            found = load_replay_table(Path(table))
-            why = "cannot be combined with --executor replay, which searches the rows of its table"
-            _refuse(request, "space", why)
-            return found
-    if request.executor not in ("local", *SCHEDULERS):
-        raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
-    return None
+    if kind != REPLAY:
+        return None
+    if request.parallel != 1:
+        raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
+    if nodes is not None or request.nodes is not None:
+        raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
+    _refuse(request, "memory_cap reserve", "cannot be combined with --executor replay, whose table has its own limit")
+    found = load_replay_table(Path(table))
+    _refuse(request, "space", "cannot be combined with --executor replay, which searches the rows of its table")
+    return found
 
 
 def _tuned_model(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.commands import environment as module
-from autotune.commands.environment import check_versions, ranks_python
+from autotune.commands.environment import check_executor, check_versions, ranks_python
 from autotune.errors import UserError
 from autotune.util import inquiry
 from tests.cli_call import call
@@ -140,3 +140,25 @@ def test_versions_that_nobody_can_read_are_left_alone() -> None:
     check({})
     with pytest.raises(UserError, match=r"torch 2\.5\.1 \(expected .*\), deepspeed 0\.9\.0 \(expected"):
         check({"torch": "2.5.1", "deepspeed": "0.9.0", "transformers": "5.23.0"})
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm", "ray"])
+@pytest.mark.parametrize("replays", [True, False])
+def test_executors_of_machines_are_accepted_by_run_and_launch(executor: str, replays: bool) -> None:
+    check_executor(executor, replays=replays)
+
+
+@pytest.mark.parametrize(
+    ("executor", "replays", "expected"),
+    [
+        ("pbs", True, "local, slurm, ray or replay:TABLE"),
+        ("replay", True, "local, slurm, ray or replay:TABLE"),
+        ("replay:", True, "local, slurm, ray or replay:TABLE"),
+        ("replay:t.csv.gz", False, "local, slurm or ray"),
+    ],
+)
+def test_an_unknown_executor_is_refused_with_those_that_there_are(executor: str, replays: bool, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_executor(executor, replays=replays)
+    assert str(caught.value) == f"--executor {executor}: expected {expected}"
+    check_executor("replay:t.csv.gz", replays=True)
