@@ -446,16 +446,15 @@ def _summary(
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
         lines += [f"  {line}" for line in secrets_note(files)]
-        counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
-        trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
-        lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.stop_sentence}")
+        lines.append(f"  {_end_line(found)}")
         lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, print_line)]
-        lines = [*verdict_lines(facts, store.records(), store.job, store.hardware), *where]
-        raise NothingFits("\n".join(filter(None, lines)))
+        lines = verdict_lines(facts, store.records(), store.job, store.hardware)
+        lines += [_end_line(found)] if facts.trials else []  # otherwise the verdict is the reason why no trial ran
+        raise NothingFits("\n".join(filter(None, [*lines, *where])))
     return RunSummary(
         store.name,
         setup.folder,
@@ -467,6 +466,13 @@ def _summary(
         lines,
         found.used_seconds,
     )
+
+
+def _end_line(found: SearchSummary) -> str:
+    """Return the trials of a call by outcome, the time that it used, and why it stopped."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
+    trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
+    return f"{counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.stop_sentence}"
 
 
 def _export(

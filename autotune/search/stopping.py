@@ -26,9 +26,16 @@ class StopReason(Enum):
     `Tuner.run` replaces any reason by INTERRUPTED if the user stopped the call. With `--parallel`, the reason of the first
     worker counts.
 
-    `StudyStore.update_call` (`search/study.py`) stores the sentence with the call. `autotune run` prints it, `autotune
-    show` prints that of the last call, and `--json` of both contains it. A killed call has none. A call that ends before
-    `Tuner.run`, such as in a script's probe run, is not stored.
+    `StudyStore.update_call` (`search/study.py`) stores the sentence as `Call.ended` (`search/trials.py`):
+
+    - `autotune run` prints it with the counts of the call's trials (`_summary` in `commands/run.py`), with or without a
+      winner. If no trial ran, `no_winner_lines` (`results/console.py`) says why. `run --json` has it as `ended`. Without a
+      winner it emits no JSON, unless the user stopped the call.
+    - `autotune show` prints the sentence of the last call, and `show --json` has it as `stop_reason`.
+    - The HTML report lists the sentences of all calls (`results/report/build.py`).
+
+    A call has no sentence, and `show` prints "not ended", if it was killed or ended by another exception than UserError or
+    MachineError. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
     """
 
     # limits of the call: SearchLoop.why_stop (search/tuner.py), which reads Budget (search/budget.py), CallFailures
@@ -36,7 +43,8 @@ class StopReason(Enum):
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
-    # never stored: SearchLoop.run raises the worker's exception, and Tuner.run stores a reason below for it
+    # never stored: SearchLoop.run raises the worker's exception. For a UserError or a MachineError, Tuner.run stores a
+    # reason below, and for another exception nothing
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED_REPEATEDLY = "the machine failed {count} times in a row"
     # an error that ends the call: CallFailures.take (search/tuner.py) or the executor raises it, Tuner.run stores it
