@@ -21,7 +21,7 @@ from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remo
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.step_time import model_flops_per_token, size_seconds
 from autotune.predict.trace import traced_predictor
-from autotune.problem.candidate import Candidate, job_with_candidate, samples, trial_environment
+from autotune.problem.candidate import Candidate, job_with_candidate, rank_variables, samples
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
@@ -404,7 +404,7 @@ class LocalSession:
             "cap_bytes": executor.hardware.limit_bytes,
             "seed": executor.seed,
             "threads": executor.threads,
-            "env": trial_environment(candidate, job, os.environ),
+            "env": rank_variables(candidate, job, os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
             "ops": list(executor.tried_ops),

@@ -28,13 +28,11 @@ from autotune.problem.knobs import (
     LOSS,
     MICRO_BATCH,
     MODEL_KNOBS,
-    OFFLOAD_RATIO,
     OFFLOADING,
     PACKING,
     RUNG_KNOBS,
     SHORT_NAMED,
     TRACED_KNOBS,
-    ZERO,
     Knobs,
     Value,
     is_off,
@@ -211,7 +209,7 @@ class Candidate:
         return {ALLOCATOR_VARIABLES[0]: ",".join([*others, f"{EXPANDABLE}:{on}"])}
 
 
-def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(candidate: Candidate, job: Job, own: Mapping[str, str]) -> dict[str, str]:
     """Return a rank's variables for a candidate, given the tuner's `own`.
 
     They are the device's variables that the script's code was seen to set, and the candidate's.
@@ -266,8 +264,17 @@ def _put(config: dict[str, Any], path: str, value: Value) -> None:
     config[leaf] = value
 
 
+def _remove(config: dict[str, Any], path: str) -> None:
+    *parents, leaf = path.split(".")
+    if isinstance(section := value_at(config, parents), dict):
+        section.pop(leaf, None)
+
+
 def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
-    """Remove offload sections of the user's own config that the candidate turns off or that its stage refuses."""
+    """Remove keys of the user's own config that the candidate turns off or that its stage refuses."""
+    for name, knob in KNOBS.items():
+        if knob.refused_unread and knob.path is not None and not is_read(name, candidate.as_dict):
+            _remove(config, knob.path)
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         return
@@ -281,13 +288,9 @@ def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
             del zero[section]
         elif tuned:
             entry.setdefault("pin_memory", True)
-        if not is_read(OFFLOAD_RATIO, candidate.as_dict):
-            entry.pop("ratio", None)  # refused below stage 3
-    if not is_read(ZERO + "compute_grad_norm", candidate.as_dict):
-        zero.pop("compute_grad_norm", None)  # refused in other stages
 
 
-_FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
+_SHOWN_FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
 
 
 def describe(knobs: Knobs) -> str:
@@ -297,7 +300,7 @@ def describe(knobs: Knobs) -> str:
     """
     words = []
     told = [name for name in knobs if name in SHORT_NAMED or not is_off(name, knobs[name])]
-    for name in [*(k for k in _FIRST if k in told), *(k for k in told if k not in _FIRST)]:
+    for name in [*(k for k in _SHOWN_FIRST if k in told), *(k for k in told if k not in _SHOWN_FIRST)]:
         value, short = knobs[name], (KNOBS[name].short if name in KNOBS else "") or name.split(".")[-1]
         if isinstance(value, bool):
             if name == CHECKPOINTING:

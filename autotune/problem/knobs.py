@@ -344,7 +344,6 @@ GRADIENT_SUMS = "data_types.grad_accum_dtype"
 SENT_AS = "communication_data_type"
 DEEPCOMPILE = "compile.deepcompile"
 OFFLOADED_ACTIVATIONS, OFFLOADED_STATES = "compile.offload_activation", "compile.offload_opt_states"
-QUANTIZED = tuple(ZERO + f"zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients"))
 TOP_K = ZERO + "zenflow.topk_ratio"
 
 
@@ -401,13 +400,20 @@ class Knob:
 
     kind: type | tuple[str, ...]
     read: ReadCondition = ReadCondition()
-    path: str | None = ""  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
+    # dotted path in the DeepSpeed config; None: it belongs to the model or the environment; empty: `_placed` fills it in
+    path: str | None = ""
     low: float = 0
     high: float = float("inf")
     off: Value | None = None  # the value without effect or needs; None: every value is a choice
     follows_model: bool = False  # a dtype, for which the model's own dtype changes nothing
     needs: tuple[Need, ...] = ()  # requirements on the job and the machine for any value except `off`
     refused: Callable[[Knobs], str] = lambda knobs: ""  # reason why DeepSpeed refuses this knob together with others
+    # DeepSpeed refuses the key where it does not read it, so `Candidate.ds_config` removes it from the user's own config
+    refused_unread: bool = False
+    op: str = ""  # builder of the DeepSpeed JIT op that a truthy value loads; empty: none, or as the optimizer decides
+    # reason why no value surely needs more device memory than another; empty for a first-order knob: `search/pruning.py`
+    # orders its values
+    unordered: str = ""
     lossy: str = ""  # effect on arithmetic; empty: none
     since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do
     until: Release = ()  # last DeepSpeed that knows it
@@ -458,8 +464,9 @@ _DEVICES = ("none", "cpu", "nvme")
 _OWN = (memory_of_its_own,)
 _PLACE = (memory_of_its_own, place_of_its_optimizer)
 _DTYPES = ("fp32", "fp16", "bf16")
-# Knobs that are always read; they are named by short names.
-_FIRST: dict[str, Knob] = {
+_QUANTIZER = "QuantizerBuilder"
+# Knobs with short names, and those without a key.
+SHORT_NAMED: dict[str, Knob] = {
     MICRO_BATCH: Knob(int, path=MICRO_BATCH, low=1, short="mb"),
     ACCUMULATION: Knob(int, path=ACCUMULATION, low=1, short="ga"),
     "zero_stage": Knob(
@@ -467,6 +474,7 @@ _FIRST: dict[str, Knob] = {
         path=ZERO + "stage",
         high=3,
         needs=(sharded_for_its_optimizer, whole_if_quantized, unscattered_for_muon),
+        unordered="each stage has its own buffers",
         short="z",
     ),
     CHECKPOINTING: Knob(bool, path=None, short="ckpt"),
@@ -509,15 +517,21 @@ _ZERO: dict[str, Knob] = {
     "mics_shard_size": _stage3(low=-1, off=-1, needs=(mics_init,), until=(0, 19, 6), short="mics"),
     "mics_hierarchical_params_gather": _stage3(bool, off=False, needs=(mics_init,), until=(0, 19, 6)),
     "zero_quantized_weights": _stage3(
-        bool, off=False, needs=(cuda, several_ranks), lossy="weights travel as 8-bit numbers", short="qwZ"
+        bool,
+        off=False,
+        needs=(cuda, several_ranks),
+        op=_QUANTIZER,
+        lossy="weights travel as 8-bit numbers",
+        short="qwZ",
     ),
     "zero_quantized_nontrainable_weights": _stage3(
-        bool, off=False, needs=(cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
+        bool, off=False, needs=(cuda,), op=_QUANTIZER, lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
     ),
     "zero_quantized_gradients": _stage3(
         bool,
         off=False,
         needs=(cuda, several_ranks, unquantized_for_muon),
+        op=_QUANTIZER,
         lossy="gradients travel as 4- and 8-bit numbers",
         short="qgZ",
     ),
@@ -526,7 +540,9 @@ _ZERO: dict[str, Knob] = {
     "allgather_partitions": Knob(bool, _at(1, 2), off=True, needs=(several_ranks,)),
     "reduce_scatter": Knob(bool, _at(1, 2, 3), off=True, needs=(several_ranks,)),
     "parameter_alignment": Knob(bool, _at(1, 2), off=False, since=(0, 19, 7)),
-    "compute_grad_norm": Knob(bool, _at(1, 2), off=True, needs=(no_clipping,), refused=_norm_refused, since=(0, 19, 7)),
+    "compute_grad_norm": Knob(
+        bool, _at(1, 2), off=True, needs=(no_clipping,), refused=_norm_refused, refused_unread=True, since=(0, 19, 7)
+    ),
     "offload_optimizer.ratio": Knob(
         float,
         _under("offload_optimizer", "cpu", stages=(3,)),
@@ -534,6 +550,7 @@ _ZERO: dict[str, Knob] = {
         off=1.0,
         needs=(adam,),
         refused=_ratio_refused,
+        refused_unread=True,
         # stage3.py, `backup_optimizer`: a torch AdamW that is built once. Later writes skip its first group, and no state dict
         # holds it.
         lossy="what stays on the device keeps the learning rate of the start, whatever the schedule, and forgets on resume",
@@ -605,6 +622,7 @@ _ELSEWHERE: dict[str, Knob] = {
         _with(COMPILED, stages=(1, 2, 3), otherwise=True),
         off=False,
         needs=(cuda, engine_compile, a_compiler),
+        op="DeepCompileBuilder",
         since=(0, 16, 6),
     ),
     OFFLOADED_ACTIVATIONS: Knob(bool, _with(DEEPCOMPILE, stages=(3,)), off=False, since=(0, 16, 6)),
@@ -619,8 +637,7 @@ def _placed(knobs: Mapping[str, Knob], prefix: str = "") -> dict[str, Knob]:
     return {prefix + leaf: dataclasses.replace(knob, path=prefix + leaf) for leaf, knob in knobs.items()}
 
 
-KNOBS: dict[str, Knob] = {**_FIRST, **_placed(_ZERO, ZERO), **_placed(_ELSEWHERE)}
-SHORT_NAMED = frozenset(_FIRST)
+KNOBS: dict[str, Knob] = {**SHORT_NAMED, **_placed(_ZERO, ZERO), **_placed(_ELSEWHERE)}
 _BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
 _BY_LEAF = {leaf: ZERO + leaf for leaf in _ZERO}
 _BY_LEAF |= {name.rpartition(".")[2]: name for name in _ELSEWHERE}

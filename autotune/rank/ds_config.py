@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate, settings_of
 from autotune.problem.job import Job
-from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED, lossy_of
+from autotune.problem.knobs import KNOBS, lossy_of
 from autotune.problem.models import CAUSAL
 from autotune.script.profile import OPS
 
@@ -136,10 +136,8 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
         ops.append(fused)
     if any("nvme" in (candidate.offload_optimizer, candidate.offload_param) for candidate in candidates):
         ops.append("AsyncIOBuilder")
-    if any(candidate.get(DEEPCOMPILE) for candidate in candidates):
-        ops.append("DeepCompileBuilder")
-    if any(candidate.get(name) for candidate in candidates for name in QUANTIZED):
-        ops.append("QuantizerBuilder")
+    loading = [name for name, knob in KNOBS.items() if knob.op]
+    ops += dict.fromkeys(KNOBS[name].op for name in loading if any(candidate.get(name) for candidate in candidates))
     pins = offloads - {"none"} or any(candidate.offload_param != "none" for candidate in candidates)
     if pins and os.environ.get("DS_PIN_MEMORY_BACKEND") == "native":
         ops.append("PinMemoryBuilder")

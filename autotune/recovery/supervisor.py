@@ -19,7 +19,7 @@ from autotune.errors import ExitCode, MachineError, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, op_name
 from autotune.masking import masked, masked_data
-from autotune.problem.candidate import trial_environment
+from autotune.problem.candidate import rank_variables
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
@@ -308,7 +308,7 @@ class Supervisor:
             "cap_bytes": self.hardware.limit_bytes,
             "candidate": rung.candidate.as_dict,
             "threads": self.threads,
-            "env": trial_environment(rung.candidate, self.job, os.environ),
+            "env": rank_variables(rung.candidate, self.job, os.environ),
             "folder": str(group.home),
             "earlier": self._earlier,
             "begun": sorted(self._begun),

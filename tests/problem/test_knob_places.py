@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -133,9 +133,14 @@ def missing_places(name: str, knob: Knob) -> list[str]:
     if name in table.FIRST_ORDER and name not in MODEL_KNOBS:
         if name not in CROSSED:
             found.append("recovery/ladder.py")
-        if name != "zero_stage" and not any(_is_ordered(a, b) for a, b in two):
-            found.append("search/pruning.py")
+        if any(_is_ordered(a, b) for a, b in two) is bool(knob.unordered):
+            found.append("problem/knobs.py: unordered" if knob.unordered else "search/pruning.py")
     return found
+
+
+def test_a_knob_with_an_order_of_memory_is_not_declared_without_one() -> None:
+    knob = replace(KNOBS[MICRO_BATCH], unordered="why")
+    assert missing_places(MICRO_BATCH, knob) == ["problem/knobs.py: unordered"]
 
 
 @pytest.mark.parametrize("name", KNOBS)
@@ -156,6 +161,7 @@ FAKE = "zero_optimization.fake"
             True,
             ["docs/knobs.md", "search_spaces/", "recovery/ladder.py", "search/pruning.py"],
         ),
+        (FAKE, Knob(int, path=FAKE, unordered="why"), True, ["docs/knobs.md", "search_spaces/", "recovery/ladder.py"]),
         ("fake", Knob(bool, path="fake"), False, ["docs/knobs.md", "search_spaces/", "predict/features.py"]),
         (
             "fake",

@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune.problem.candidate import COMPILED, Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
+from autotune.problem.knobs import KNOBS
 from autotune.rank.ds_config import needed_ops, optimizer_section, trial_config
 from autotune.script.profile import unknown_job
 from tests.conftest import make_candidate, make_job
@@ -51,6 +53,14 @@ def test_ops_that_are_built_before_the_budget() -> None:
     assert "FusedAdamBuilder" in needed_ops([make_candidate()], make_job(optimizer="fused_adam"), "cuda")
     nvme = [make_candidate(3, offload_optimizer="nvme")]
     assert "AsyncIOBuilder" in needed_ops(nvme, job, "cuda")
+
+
+@pytest.mark.parametrize("name", [name for name, knob in KNOBS.items() if knob.op])
+def test_the_op_of_a_knobs_row_is_built_if_the_knob_is_on(name: str) -> None:
+    op, job = KNOBS[name].op, make_job()
+    on, off = (Candidate.of({"zero_stage": 3, COMPILED: True, name: value}) for value in (True, False))
+    assert needed_ops([off, on, on], job, "cuda").count(op) == 1
+    assert op not in needed_ops([off], job, "cuda")
 
 
 @pytest.mark.parametrize(
