@@ -1,8 +1,10 @@
-"""Ranks, the fork server and the tracer get by without any third-party package of the tuner."""
+"""Ranks of models, scripts and trainings, the fork server and the tracer run without the tuner's third-party packages."""
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from autotune.executors.base import MeasureSpec
 from autotune.executors.local import LocalExecutor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import detect
-from tests.conftest import make_candidate, make_job
+from tests.conftest import SCRIPTS, Scripts, make_candidate, make_job
+from tests.test_scripts import AUTO, TRAINER, launch
 
 GUARD = Path(__file__).parent / "guard"
 
@@ -52,3 +55,29 @@ def test_a_measurement(log: Path, tmp_path: Path, isolation: str) -> None:
         executor.close()
     assert outcome.ok, outcome.reason
     assert ("autotune.workers.fork_server" if isolation == "fork" else "autotune.rank.model_rank") in log.read_text()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> list[str]:
+    """Words of a script with Trainer, accelerate and DeepSpeed, which all hooks serve."""
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    return [str(SCRIPTS / "trainer.py"), *TRAINER, "--report_to", "none"]
+
+
+@pytest.mark.slow
+def test_a_probe_run_and_a_trial_of_a_script(
+    log: Path, trainer: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    scripts = Scripts(tmp_path_factory.mktemp("server"))
+    with closing(scripts.executor):
+        outcome = scripts.measure(scripts.probe(trainer, tmp_path), make_candidate(1, 4, 1))
+    assert outcome.ok, outcome.reason
+    assert "autotune.workers.fork_server" in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_training(log: Path, trainer: list[str], tmp_path: Path) -> None:
+    says: list[str] = []
+    summary = launch(tmp_path, [*trainer, "--max_steps", "2"], [make_candidate(1, 2, 2)], says=says)
+    assert summary.code == 0, says
+    assert "autotune.rank.train_rank" in log.read_text()
