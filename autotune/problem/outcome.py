@@ -94,7 +94,8 @@ class Measurement:
     steps: int
     samples_per_second: float  # over all ranks
     tokens_per_second: float  # over all ranks
-    # bytes, comparable to capacity: maximum of NVML's figure and the ranks' own on CUDA, bytes of RLIMIT_DATA on CPU
+    # bytes, comparable to capacity: on CUDA the maximum of the process sizes that NVML shows and the ranks' own figures,
+    # on CPU bytes of RLIMIT_DATA
     peak_bytes: int
     # s; share of the step that was predicted: communication with nodes missing in a node slice
     predicted_seconds: float | None = None

@@ -219,7 +219,7 @@ class Proposer:
     def drop_from_best(self, candidate: Candidate) -> None:
         """Remove a measured candidate from the best ones if it cannot win, or is unlikely to.
 
-        Gains are then computed against the best of the rest. The candidate stays open if it was (`exclude`).
+        Gains are then computed against the best of the rest. The candidate stays open if it was (`close`).
         """
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
@@ -247,9 +247,9 @@ class Proposer:
         if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
             self._model.lower_memory_limit(at, searched, share)
 
-    def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
+    def also_too_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
         """Return the candidates that need at least as much of the exhausted memory, including this one."""
-        return {self.candidates[i] for i in np.flatnonzero(self._pool.at_least_as_large(candidate, kind))}
+        return {self.candidates[i] for i in np.flatnonzero(self._pool.also_too_large(candidate, kind))}
 
     def expect(self, left: int) -> None:
         """Predict before an outcome is replayed, so that the prediction is scored.
@@ -277,8 +277,8 @@ class Proposer:
         """Exclude the candidates that train something else for the same reason as this one."""
         self._pool.exclude_sharing_cause(candidate, shares_cause, reason[:160])
 
-    def exclude(self, candidate: Candidate) -> None:
-        """Exclude the candidate for this call."""
+    def close(self, candidate: Candidate) -> None:
+        """Propose this candidate no more in this call. No other candidate is excluded."""
         self._pool.close(candidate)
 
     def skips(self) -> dict[str, int]:

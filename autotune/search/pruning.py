@@ -1,8 +1,29 @@
 """Exclusion of candidates by outcomes of trials, each with its reason.
 
-A device OOM excludes through `Dominance`, a host OOM through the engine, `HostDominance` and `SharedCauseDetector`.
-Predictions exclude nothing here: the proposer applies them at each proposal (`Proposer._worth`). An OOM that they did
-not expect also raises the probability of fitting that a proposal needs (`Proposer._least_chance`).
+`CandidatePool.observe` excludes by the kind of an OOM:
+
+- Device OOM: candidates of the same stage that surely need at least as much (`Dominance`).
+- Host OOM: the same engine, on GPUs also candidates that offload at least as much (`HostDominance`), and settings that
+  several failed engines share (`SharedCauseDetector`).
+- Host OOM with `Source.DEATH`: the tuner died twice in the trial (`abandoned_outcome` in `search/trials.py`). The same
+  engine and shared settings are excluded, without `HostDominance`.
+
+Some OOMs exclude nothing:
+
+- The first host OOM of a candidate in parallel trials is stored as interrupted, and the candidate is retried alone
+  (`downgrade_first_failure` in `search/tuner.py`).
+- A stored or a peer's OOM on a machine with clearly less memory (`Hardware.outgrew` in `problem/hardware.py`) is
+  skipped by `TrialRecorder._replay_outcome` (`search/tuner.py`). The predictor still learns a device OOM of a search trial.
+- A candidate outside this call's space has no place in the pool.
+
+`Proposer.observe` (`search/proposer.py`) calls the pool after a search trial, also after a stored or a peer's one.
+`Proposer.apply_verification_failure` calls it after an OOM in a verification or a resume trial.
+
+Other effects of an OOM change the order of trials, and exclude no candidate for good. The predictor is calibrated
+(`SpeedMemoryModel.observe` in `search/surrogate.py`), and the proposer applies its predictions at each proposal
+(`Proposer._worth`). An OOM that the model did not expect raises the probability of fitting that a proposal needs
+(`Proposer._least_chance`), unless it was the start candidate's. `apply_verification_result` (`search/tuner.py`) ranks
+measured candidates last (`Leaderboard.deprioritize`). After a device OOM it also lowers the memory limit of the stage.
 """
 
 from __future__ import annotations
@@ -94,10 +115,10 @@ class CandidatePool:
         return more
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Close the candidate, and exclude other candidates by its outcome.
+        """Close the candidate, and exclude other candidates by its outcome, which is never an interrupted one.
 
-        `downgrade_first_failure` (`search/tuner.py`) marks the first host OOM of a candidate in parallel trials as
-        interrupted, and only attributable outcomes are passed here. The candidate is retried alone.
+        `downgrade_first_failure` (`search/tuner.py`) turns the first host OOM beside another trial into an interrupted
+        outcome, and the candidate is retried alone.
         """
         self.close(candidate)
         if outcome.kind is OutcomeKind.OK:
@@ -154,7 +175,7 @@ class CandidatePool:
         at = self.index.get(candidate)
         return np.zeros_like(self.open_mask) if at is None else self.family == self.family[at]
 
-    def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> Flags:
+    def also_too_large(self, candidate: Candidate, kind: OutcomeKind) -> Flags:
         """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,).
 
         This method excludes nothing. The caller deprioritizes these candidates after a failed verification.

@@ -44,7 +44,6 @@ from autotune.search.trials import (
     best_shown,
     came_first,
     close,
-    end,
     found_running,
     kept_if_it_fails,
     now,
@@ -52,6 +51,7 @@ from autotune.search.trials import (
     record_of,
     save_note,
     set_attribute,
+    store_outcome,
     withdraw,
     without_garbage_collection,
 )
@@ -364,7 +364,12 @@ class StudyStore:
     def _store(self, number: int, outcome: Outcome) -> None:
         trial = self._open.pop(number)
         with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
-            self._end(number, trial, outcome)
+            if store_outcome(self.study, trial, outcome, self.hardware):
+                return
+            # A peer tuner closed the trial because this tuner's lease had expired. The outcome is stored as a new trial.
+            was = next(record for record in self.records() if record.number == number)
+            again = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
+            store_outcome(self.study, again, outcome, self.hardware)
 
     def finish_late(self) -> int:
         """Store outcomes that earlier calls in this folder could not store; return the number of trials."""
@@ -374,14 +379,6 @@ class StudyStore:
             self._store(trial.number, outcome)
             stored += 1
         return stored
-
-    def _end(self, number: int, trial: optuna.Trial, outcome: Outcome) -> None:
-        if end(self.study, trial, outcome, self.hardware):
-            return
-        # A peer tuner closed the trial because this tuner's lease had expired. The outcome is stored as a new trial.
-        was = next(record for record in self.records() if record.number == number)
-        again = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
-        end(self.study, again, outcome, self.hardware)
 
     def close_interrupted(self) -> int:
         """Close trials that dead tuners left running or waiting, as interrupted; return their number."""
@@ -564,7 +561,7 @@ def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:
 # Write a study's first attributes. They are written one by one, so a killed process may leave only some of them.
 
 _NEEDED = ("fingerprint", "hardware", "space")  # required to read a study
-_FIRST = (*_NEEDED, "python")
+_WRITTEN_FIRST = (*_NEEDED, "python")
 _LAST = "objective"  # written last, which marks the metadata as complete
 METRIC = "samples per second"  # name of the objective in Optuna's dashboard and tables
 _FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
@@ -611,7 +608,9 @@ def _ours(study: optuna.Study) -> bool:
 
     Pieces of a long attribute have names that begin with its name.
     """
-    return study.direction is StudyDirection.MAXIMIZE and all(key.startswith(_FIRST) for key in study.user_attrs)
+    return study.direction is StudyDirection.MAXIMIZE and all(
+        key.startswith(_WRITTEN_FIRST) for key in study.user_attrs
+    )
 
 
 def check_founded(study: optuna.Study, shown: str) -> None:

@@ -108,7 +108,7 @@ def came_first(
     return False
 
 
-def end(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> bool:
+def store_outcome(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> bool:
     """Store a trial's outcome, then its state, which cannot be changed afterwards.
 
     The outcome survives if this tuner is killed between the two writes, or if a peer closes the trial.

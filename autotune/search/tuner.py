@@ -409,7 +409,8 @@ class TrialRecorder:
     def _replay_outcome(self, record: Record, outcome: Outcome, fixable: bool = False) -> None:
         """Learn an outcome of an earlier call or a peer.
 
-        An OOM with clearly less memory, or a failure that is `fixable` (between calls), excludes nothing.
+        An OOM on a machine with clearly less memory (`Hardware.outgrew`), or a failure that is `fixable` (between calls),
+        excludes nothing.
         """
         if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
             fixable |= outcome.seconds < TRIAL_SHARE * self.budget.left_seconds
@@ -736,7 +737,7 @@ def apply_verification_result(
     share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
     proposer.apply_verification_failure(candidate, outcome, searched[1] if searched else None, share)
     if verified is None:
-        leaderboard.deprioritize(proposer.at_least_as_large(candidate, outcome.kind))
+        leaderboard.deprioritize(proposer.also_too_large(candidate, outcome.kind))
     if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
         leaderboard.deprioritize_stage(candidate.stage, share * allocated_bytes(searched[1]))
     for other in filter(leaderboard.is_deprioritized, list(proposer.speed)):
@@ -771,7 +772,7 @@ class CallFailures:
         """
         if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
             if candidate in self._retried:
-                self._proposer.exclude(candidate)
+                self._proposer.close(candidate)
             self._retried.add(candidate)
         self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._leaderboard.measured:

@@ -1,11 +1,15 @@
 """Modules that autotune runs in their own processes, by purpose.
 
-Launchers take a module's name from here only. `python -m MODULE` starts each of them; the fork server also starts ranks, by the
-module's `become`.
+Launchers take a module's name from here only. `module_command` and `bound_command` (`util/interpreter.py`) start each of them
+like `python -m MODULE`, without the current folder in the path. The fork server also starts ranks, by the module's `become`.
 
 The tracker and the Ray driver run in the tuner's Python. All others run in the ranks' Python, which may be that of
-the user's training environment (`util/interpreter.py`). Only TRAIN_RANK is the user's real training. The agent of a
-node is the command `autotune agent`.
+the user's training environment. Only TRAIN_RANK is the user's real training. The agent of a node is the command
+`autotune agent`.
+
+Two files run in another Python than the tuner's by their path. `util/inquiry.py` answers questions about its packages. On
+GPUs `problem/nvml.py` loads the tuner's `pynvml.py` there as `autotune_nvml`, if it has no nvidia-ml-py (variable
+AUTOTUNE_NVML). This is the only third-party file of the tuner in a rank, and import-linter cannot see it.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def has(module: str) -> bool:
 
 
 def _in_torchs_text(name: str) -> str | None:
-    """Return the value of a name in torch's `_version.py`, without importing torch."""
+    """Return the value of a name in torch's `version.py`, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

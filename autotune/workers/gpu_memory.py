@@ -10,15 +10,19 @@ A peak reaches the database in these steps:
    `MemoryPeaks.used`, and `MemoryPeaks.grown` for hidden processes. On another node the agent does both.
 2. Each measurement first calls `WorkerGroup.reset_peaks` (`LocalSession._ask_measure`, `executors/local.py`). The peak of the
    engine's start is therefore not stored, unless the start fails or loads a checkpoint to resume from.
-3. `WorkerGroup.peaks` (`workers/group.py`) merges the peaks of all nodes. `RemoteWorkers.peaks` (`executors/cluster/rpc.py`)
-   asks the agent of another node for its peaks.
-4. `measurement_of` (`executors/local.py`) copies `MemoryPeaks.worst` to `Measurement.nvml_peak_bytes`. Decisions use
-   `Measurement.peak_bytes`, the maximum of `MemoryPeaks.used` and the ranks' own figures.
+3. `WorkerGroup.peaks` (`workers/group.py`) merges the peaks of all nodes. `LocalWorkers.peaks` (`workers/host_workers.py`)
+   takes one more sample by `MemoryMonitor.look`. `RemoteWorkers.peaks` (`executors/cluster/rpc.py`) asks the agent of
+   another node for its peaks.
+4. `measurement_of` (`executors/local.py`) copies `MemoryPeaks.worst` to `Measurement.nvml_peak_bytes`: `MemoryPeaks.used`,
+   or if NVML hides the ranks, `MemoryPeaks.grown`. Decisions use `Measurement.peak_bytes`, the maximum of
+   `MemoryPeaks.used` and the ranks' own figures. If NVML hides the ranks, `nvml_peak_bytes` may therefore exceed it.
+   `LocalSession._measured` raises only `peak_bytes`, to the peak while a checkpoint was loaded or the engine was
+   certified. `SliceExtrapolator.complete` adds NCCL's memory, also only to `peak_bytes`.
 5. A failed trial has no Measurement. `WorkerGroup.evidence` takes its peaks, and `_peak_of` (`executors/local.py`) sets
    `Outcome.peak_bytes`.
-6. `TrialRecorder.end` (`search/tuner.py`) passes the Outcome to `StudyStore.finish` (`search/study.py`). `trials.end`
-   (`search/trials.py`) stores its JSON as the user attribute `outcome` of the Optuna trial. The attribute `peak_gib` is a copy of
-   `peak_bytes` for the dashboard.
+6. `TrialRecorder.end` (`search/tuner.py`) passes the Outcome to `StudyStore.finish` (`search/study.py`). `store_outcome`
+   (`search/trials.py`) stores its JSON as the user attribute `outcome` of the Optuna trial. The attribute `peak_gib` is a
+   copy of `peak_bytes` for the dashboard.
 """
 
 from __future__ import annotations
