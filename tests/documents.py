@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,94 @@ def paths_of(path: Path) -> set[str]:
     words = {word for found in _INLINE.finditer(path.read_text()) for word in found[1].split()}
     named = {word for word in words if _PATH.match(word) and word.split("/")[0] in _TOPS and "/" in word}
     return {word for word in named if not {"NAME", "STUDY", "FILE"} & set(re.split(r"[/.-]", word))}
+
+
+# -- code that a text names ----------------------------------------------------------------------------------------------
+
+PACKAGE = ROOT / "autotune"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+_CODE_FILE = re.compile(r"`((?:[\w.]+/)*\w+\.py)(?::[^`]*)?`")
+_SUFFIXES = ("py", "ninja")  # of files, whose names look like those of members
+_DOTTED = re.compile(r"`((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)`")
+_PLACED = re.compile(
+    r"`([A-Za-z_][\w.]*)`(?: \(| in )`?((?:\w+/)*\w+\.py)\b"
+)  # `name` (`file.py`), `name` in `file.py`
+
+
+def _file_of(name: str) -> Path | None:
+    """The file of a name like `autotune/search/tuner.py`, `search/tuner.py`, or `tuner.py` if no other has that name."""
+    for base in (ROOT, PACKAGE):
+        if (base / name).is_file():
+            return base / name
+    found = [path for path in SOURCES if path.name == name]
+    return found[0] if len(found) == 1 else None
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _names(node: ast.AST) -> set[str]:
+    """Names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+
+
+def _set_attributes(node: ast.AST) -> set[str]:
+    return {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)}
+
+
+@cache
+def _members() -> dict[str, set[str]]:
+    """Names that each class, by its name, and each module, by its file's name, defines or inherits."""
+    found: dict[str, set[str]] = {path.stem: set() for path in SOURCES}
+    bases: dict[str, set[str]] = {}
+    for path in SOURCES:
+        found[path.stem] |= {name for node in _tree(path).body for name in _names(node)}
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                own = {name for inner in node.body for name in _names(inner)} | _set_attributes(node)
+                found.setdefault(node.name, set()).update(own)
+                above = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+                bases.setdefault(node.name, set()).update(above)
+    for _ in bases:
+        before = sum(map(len, found.values()))
+        for name, above in bases.items():
+            found[name] |= {one for base in above for one in found.get(base, ())}
+        if before == sum(map(len, found.values())):
+            break
+    return found
+
+
+def missing_files(text: str) -> set[str]:
+    """Names of Python files in backticks that are not there."""
+    named = {name for name in _CODE_FILE.findall(text) if not name.endswith("NAME.py")}
+    return {name for name in named if _file_of(name) is None}
+
+
+def missing_members(text: str) -> set[str]:
+    """Names like `Class.method` and `package.module.function` in backticks whose class or module lacks the last part."""
+    found = set()
+    for name in _DOTTED.findall(text):
+        *packages, owner, member = name.split(".")
+        is_ours = owner in _members() and (not packages or _file_of("/".join([*packages, f"{owner}.py"])))
+        if is_ours and member not in {*_members()[owner], *_SUFFIXES}:
+            found.add(name)
+    return found
+
+
+def misplaced(text: str) -> set[tuple[str, str]]:
+    """Names in backticks, each with the file of this package in which the text says that it is, and in which it is not."""
+    found = set()
+    for name, file in _PLACED.findall(re.sub(r"\s*\n\s*(?:# )?", " ", text)):
+        path, top = _file_of(file), file.partition("/")[0]
+        if path is None and not (PACKAGE / top).is_dir():  # DeepSpeed's, or another package's
+            continue
+        tree = _tree(path) if path is not None else ast.Module([], [])
+        known = {one for node in ast.walk(tree) for one in _names(node)} | _set_attributes(tree)
+        if not set(name.split(".")) <= known | {Path(file).stem}:
+            found.add((name, file))
+    return found

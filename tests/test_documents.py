@@ -31,12 +31,16 @@ from autotune.util.units import parse_duration
 from tests.documents import (
     ROOT,
     SCRIPTS,
+    SOURCES,
     TEXTS,
     blocks,
     check_values,
     commands_in,
     links_of,
     mentions_in,
+    misplaced,
+    missing_files,
+    missing_members,
     options_of,
     parsed,
     paths_of,
@@ -212,6 +216,32 @@ def test_a_how_to_that_names_code_that_is_gone_is_found() -> None:
         "Columns",
         "Job.from_json",
     }
+
+
+MAINTAINERS = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "internals.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("path", MAINTAINERS, ids=[path.name for path in MAINTAINERS])
+def test_files_and_members_in_a_document_for_maintainers_exist(path: Path) -> None:
+    text = path.read_text()
+    assert missing_files(text) == set()
+    assert missing_members(text) == set()
+
+
+def test_a_name_with_a_file_is_defined_in_that_file() -> None:
+    """In documents for maintainers, and in docstrings and comments of the package."""
+    wrong = {str(path.relative_to(ROOT)): misplaced(path.read_text()) for path in [*MAINTAINERS, *SOURCES]}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_code_that_does_not_exist_is_found() -> None:
+    text = "`search/tuners.py`, `search/tuner.py`, `NAME.py`, `util/linux.py: own_memory`"
+    assert missing_files(text) == {"search/tuners.py"}
+    text = "`Tuner.run`, `Tuner.walk`, `rank.ds_config.needed_ops`, `rank.ds_config.ops`, `torch.cuda`, `base.report`"
+    assert missing_members(text) == {"Tuner.walk", "rank.ds_config.ops", "base.report"}
+    assert missing_members("`BaseRank.report`, `TrainRank.report`, `Proposer.speed`") == set()
+    text = "`Tuner.run` (`search/tuner.py`), `Tuner.run`\n    # (search/study.py), `Tuner` in `search/gone.py`, `X` (`stage3.py`)"
+    assert misplaced(text) == {("Tuner.run", "search/study.py"), ("Tuner", "search/gone.py")}
 
 
 def test_the_list_of_what_is_mutated_is_that_of_the_settings() -> None:
