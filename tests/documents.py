@@ -11,9 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from autotune.cli.app import app
+from autotune.cli.app import parser
 from autotune.problem.gpu_specs import named_gpu
 from autotune.problem.job import parse_lora
 from autotune.problem.models import shipped_models
@@ -83,7 +81,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     Raises:
         AssertionError: there is no such command, or the words do not fit it.
     """
-    group: Any = typer.main.get_command(app)
+    group: Any = parser()
     if words[0].startswith("-"):
         assert words[0] in ("--help", "--version"), words
         return {}
@@ -96,7 +94,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     if "--help" in rest:
         return {}
     try:
-        context = command.make_context(name, list(rest))
+        context = command.make_context(name, list(rest), parent=group.make_context("autotune", list(words)))
         hidden = {one.name for one in command.params if getattr(one, "hidden", False)}
         return {key: value for key, value in context.params.items() if key not in hidden}
     except Exception as error:
@@ -106,7 +104,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
 
 def options_of(words: list[str]) -> set[str]:
     """Options of the command that these words begin with."""
-    command: Any = typer.main.get_command(app)
+    command: Any = parser()
     for word in words:
         if not hasattr(command, "commands") or word not in command.commands:
             break

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from typer.testing import CliRunner
 
-from autotune.cli.app import app
+from autotune.cli.app import app, parser
 from autotune.commands.environment import named_nodes
 from autotune.commands.request import Request
 from autotune.commands.setup import launch_setup, run_setup
@@ -375,7 +374,7 @@ def test_the_tutorial_quotes_its_recorded_run() -> None:
 def test_every_option_is_on_its_page() -> None:
     page = made("reference").options_page()
     sections = dict(re.findall(r"^## autotune ([\w ]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    group: Any = typer.main.get_command(app)
+    group: Any = parser()
     names = [name for name, one in group.commands.items() if not hasattr(one, "commands")]
     inner = [f"{outer} {name}" for outer, one in group.commands.items() for name in getattr(one, "commands", ())]
     assert set(sections) == {*names, *inner}

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from autotune.cli.app import app
+from autotune.cli.app import parser
 from autotune.commands.request import parameters
 from autotune.errors import ExitCode
 from autotune.problem.candidate import Candidate, describe, short_name
@@ -38,7 +36,7 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """(words, command) of every command of the command line, those of `autotune spaces` included."""
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in parser().commands.items():
         inner = getattr(command, "commands", None)
         yield from ((f"{name} {one}", found) for one, found in inner.items()) if inner else [(name, command)]
 

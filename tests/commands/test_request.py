@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 import autotune
-from autotune.cli.app import app
+from autotune.cli.app import parser
 from autotune.commands.request import Panel, Request, parameters
 from autotune.errors import UserError
 from tests.cli_call import call
@@ -24,7 +23,7 @@ NO_OPTIONS = {"runs", "command"}
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_of_a_command_are_the_fields_for_it(command: str) -> None:
-    group: Any = typer.main.get_command(app)
+    group: Any = parser()
     shown = {one.name: one for one in group.commands[command].params if not getattr(one, "hidden", False)}
     declared = {one.name: one for one in parameters(command)}
     assert shown.keys() == declared.keys()
@@ -47,7 +46,7 @@ def test_the_first_panel_has_ten_options(command: str) -> None:
 
 def every_command(group: Any = None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each command that is no group, with its words."""
-    for name, one in (group or typer.main.get_command(app)).commands.items():
+    for name, one in (group or parser()).commands.items():
         if hasattr(one, "commands"):
             yield from every_command(one, (*above, name))
         else:
