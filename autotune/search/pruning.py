@@ -22,8 +22,9 @@ Some OOMs exclude nothing:
 Other effects of an OOM change the order of trials, and exclude no candidate for good. The predictor is calibrated
 (`SpeedMemoryModel.observe` in `search/surrogate.py`), and the proposer applies its predictions at each proposal
 (`Proposer._worth`). An OOM that the model did not expect raises the probability of fitting that a proposal needs
-(`Proposer._least_chance`), unless it was the start candidate's. `apply_verification_result` (`search/tuner.py`) ranks
-measured candidates last (`Leaderboard.deprioritize`). After a device OOM it also lowers the memory limit of the stage.
+(`Proposer._least_chance`), unless it was the start candidate's. A verification that needs too much memory always raises
+it. `apply_verification_result` (`search/tuner.py`) then ranks measured candidates last (`Leaderboard.deprioritize`), and
+after a device OOM lowers the memory limit of the stage.
 """
 
 from __future__ import annotations
