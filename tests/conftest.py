@@ -191,8 +191,31 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
+    _freeze()
     gc.enable()
+
+
+MANY_MODULES = 200  # torch has more, each of autotune's packages fewer
+_modules_at_freeze = 0
+
+
+def _freeze() -> None:
+    global _modules_at_freeze
+    gc.freeze()
+    _modules_at_freeze = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Freeze what the test before has imported, if it is much: a full collection takes a second with all of torch."""
+    if len(sys.modules) > _modules_at_freeze + MANY_MODULES:
+        gc.collect()
+        _freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Three collections follow, to no purpose."""
+    gc.freeze()
 
 
 class Scheduling(LoadScopeScheduling):
@@ -360,6 +383,23 @@ def traces_of_this_run(shared_folder: Path) -> Iterator[None]:
         patch.setenv("AUTOTUNE_CACHE", str(shared_folder / "cache"))
         patch.setenv("XDG_STATE_HOME", str(shared_folder / "state"))  # what command lines of this run have named
         patch.setattr(tracing, "_run_tracer", _trace_here)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_look_at_optunas_migrations() -> Iterator[None]:
+    """Optuna reads all its migrations whenever a database is opened, to know the newest: 40 ms, hundreds of times."""
+    manager = importlib.import_module("optuna.storages._rdb.storage")._VersionManager
+    read = manager.get_head_version
+    newest: list[str] = []
+
+    def get_head_version(self: Any) -> str:
+        if not newest:
+            newest.append(str(read(self)))
+        return newest[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "get_head_version", get_head_version)
         yield
 
 

@@ -260,7 +260,7 @@ def test_what_could_not_be_stored_is_stored_by_the_next_call(
         def fails(*_: object) -> bool:
             raise optuna.exceptions.StorageInternalError("away")
 
-        away.setattr("autotune.search.study.end", fails)
+        away.setattr("autotune.search.study.store_outcome", fails)
         with pytest.raises(optuna.exceptions.StorageInternalError):
             theirs.finish(number, OK)
     theirs.leave()
