@@ -112,7 +112,9 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/test_script_rank.py": "parent",
     "tests/rank/test_train_rank.py": "parent",
     "tests/rank/test_torch_engine.py": "parent",
+    "tests/test_documents.py": "sources",
     "tests/test_architecture.py": "sources",
+    "tests/test_encoding.py": "sources",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,

@@ -18,6 +18,7 @@ from autotune.problem.models import shipped_models
 from autotune.problem.space import shipped_spaces
 from autotune.results.export import FORMATS
 from autotune.util.units import parse_bytes, parse_count, parse_duration, parse_share
+from tests.sources import tree_of
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -180,11 +181,6 @@ def _file_of(name: str) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def _names(node: ast.AST) -> set[str]:
     """Names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -203,8 +199,8 @@ def _members() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {path.stem: set() for path in SOURCES}
     bases: dict[str, set[str]] = {}
     for path in SOURCES:
-        found[path.stem] |= {name for node in _tree(path).body for name in _names(node)}
-        for node in ast.walk(_tree(path)):
+        found[path.stem] |= {name for node in tree_of(path).body for name in _names(node)}
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 own = {name for inner in node.body for name in _names(inner)} | _set_attributes(node)
                 found.setdefault(node.name, set()).update(own)
@@ -243,7 +239,7 @@ def misplaced(text: str) -> set[tuple[str, str]]:
         path, top = _file_of(file), file.partition("/")[0]
         if path is None and not (PACKAGE / top).is_dir():  # DeepSpeed's, or another package's
             continue
-        tree = _tree(path) if path is not None else ast.Module([], [])
+        tree = tree_of(path) if path is not None else ast.Module([], [])
         known = {one for node in ast.walk(tree) for one in _names(node)} | _set_attributes(tree)
         if not set(name.split(".")) <= known | {Path(file).stem}:
             found.add((name, file))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from tests.sources import tree_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune"
@@ -20,11 +21,6 @@ def holds_code(path: Path) -> bool:
     if path.name != "__init__.py":
         return True
     return any(not isinstance(line, ast.Expr) for line in ast.parse(path.read_text()).body)
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py") if holds_code(path)}

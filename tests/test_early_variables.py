@@ -61,6 +61,7 @@ def test_one_that_comes_too_late_is_said(scripts: Scripts, tmp_path: Path) -> No
     assert TOO_LATE not in said(scripts, written(tmp_path, "other.py", late.replace("HF_HOME", "MINE")), tmp_path)
 
 
+@pytest.mark.slow
 def test_one_of_the_device_is_there_from_the_start_once_it_was_seen(scripts: Scripts, tmp_path: Path) -> None:
     """axolotl sets its allocator in a function, which a rank that has woken the device would be told too late."""
     late = "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'"

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.sources import tree_of
+
 ROOT = Path(__file__).parents[1]
 _TEXT = {"read_text": 0, "write_text": 1}  # methods of Path, and the place of their encoding
 _OPENING = {"open": 1, "fdopen": 1}  # and of their mode, for functions; methods have it one place earlier
@@ -11,9 +13,9 @@ _RUNNING = {"run", "Popen", "check_output", "check_call", "NamedTemporaryFile"}
 _ELSEWHERE = {"tarfile", "gzip", "webbrowser", "os", "zipfile"}  # their `open` opens no text, or says so by its mode
 
 
-def without_encoding(source: str) -> Iterator[ast.Call]:
+def without_encoding(tree: ast.Module) -> Iterator[ast.Call]:
     """Yield every call that leaves the encoding of a text to the locale."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or any(one.arg in ("encoding", None) for one in node.keywords):
             continue
         function = node.func
@@ -47,7 +49,7 @@ def test_no_text_depends_on_the_locale() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in sorted((ROOT / "autotune").rglob("*.py"))
-        for call in without_encoding(path.read_text(encoding="utf-8"))
+        for call in without_encoding(tree_of(path))
     ]
     assert found == [], 'give these encoding="utf-8"'
 
@@ -69,5 +71,5 @@ def test_a_call_without_encoding_is_found() -> None:
         "executor.open(say)",
         "tarfile.open(x)",
     ]
-    assert [len([*without_encoding(one)]) for one in bad] == [1] * len(bad)
-    assert [len([*without_encoding(one)]) for one in good] == [0] * len(good)
+    assert [len([*without_encoding(ast.parse(one))]) for one in bad] == [1] * len(bad)
+    assert [len([*without_encoding(ast.parse(one))]) for one in good] == [0] * len(good)

@@ -176,6 +176,7 @@ def test_a_batch_of_another_size_that_a_script_refuses_ends_no_run(scripts: Scri
     assert "accumulated 1 micro-batches where 2 were asked for" in found.script.profile["batch_note"]
 
 
+@pytest.mark.slow
 def test_a_flag_that_does_not_set_the_batch_ends_the_run(scripts: Scripts, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gave 16 rows a step where 8 were asked for"):
         scripts.probe(command("constant_batch"), folder_of(tmp_path), MICRO_FLAG)

@@ -249,8 +249,9 @@ def modules_page() -> str:
     """Table of the modules of each package, by the first paragraph of their docstrings."""
     folders: dict[str, list[list[str]]] = {}
     for path in sorted((ROOT / "autotune").rglob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-        if path.name != "__init__.py" or len(ast.parse(path.read_text()).body) > bool(doc):
+        tree = ast.parse(path.read_text())
+        doc = ast.get_docstring(tree) or ""
+        if path.name != "__init__.py" or len(tree.body) > bool(doc):
             folder = path.parent.relative_to(ROOT).as_posix()
             folders.setdefault(folder, []).append([f"`{path.name}`", " ".join(doc.partition("\n\n")[0].split())])
     return "\n".join(f"### `{folder}/`\n\n{table(['module', ''], rows)}" for folder, rows in folders.items())

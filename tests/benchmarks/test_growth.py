@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from benchmarks.reliability.growth import allocated_bytes, reachable_bytes
 
@@ -30,6 +31,7 @@ def kept(n: int) -> list[Any]:
     return [one, np.full(100, n)]
 
 
+@pytest.mark.slow
 def test_the_history_is_counted_as_the_heaps_give_it_out() -> None:
     before = [kept(10**6 + n) for n in range(500)]  # takes what is free in the heaps
     gc.collect()

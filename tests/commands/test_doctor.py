@@ -34,6 +34,7 @@ def by_name(findings) -> dict[str, doctor.Finding]:  # type: ignore[no-untyped-d
     return {finding.what: finding for finding in findings}
 
 
+@pytest.mark.slow
 def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for op in ("FusedAdamBuilder", "AsyncIOBuilder"):  # minutes of building, and nothing else here needs them
         monkeypatch.delitem(doctor._OPS, op)

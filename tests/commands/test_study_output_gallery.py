@@ -83,6 +83,7 @@ def test_a_search_of_a_table_begins_without_the_gallery_which_has_an_entry_of_it
     assert not run_setup(dataclasses.replace(asked, no_gallery=True)).gallery
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_if_measured")
 def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -31,6 +31,7 @@ from unittest import mock
 
 import autotune
 from autotune.util import entry_points
+from tests.sources import tree_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -246,7 +247,7 @@ def sources() -> dict[str, ast.Module]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(("autotune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text())
+        found[name] = tree_of(path)
     return found
 
 

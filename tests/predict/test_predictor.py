@@ -267,6 +267,7 @@ def test_a_way_of_making_the_model_that_cannot_be_is_left_out_and_said() -> None
         traced_predictor(job, hardware).buildable(candidates[2:3])
 
 
+@pytest.mark.slow
 def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     job, hardware = make_job(precision="bf16"), named_hardware("rtx4090", 2)
     candidates = [make_candidate(2, 4096, attention=kind) for kind in ("sdpa", "eager")]

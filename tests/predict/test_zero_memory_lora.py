@@ -49,6 +49,7 @@ def test_frozen_parameters_are_gathered_and_go_again() -> None:
     assert persistent(trace, columns)[0] >= sum(n for n in trace.every_size if n <= 100_000)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_take_host_memory_where_parameters_are_offloaded() -> None:
     job = make_job(2, precision="bf16", lora=parse_lora("r=4"))
     trace = trace_job(job, device="cpu")

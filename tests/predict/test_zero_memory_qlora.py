@@ -77,6 +77,7 @@ def test_training_needs_what_torchtune_publishes_for_an_8b_model_on_one_4090() -
     assert float(one.peaks()[at, 0].max()) / GIB == pytest.approx(7.4, rel=0.05)
 
 
+@pytest.mark.slow
 def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
     plain, quantized = (make_job(precision="bf16", lora=lora) for lora in (dataclasses.replace(NF4, quantize=""), NF4))
     trace = trace_job(quantized, device="cpu")

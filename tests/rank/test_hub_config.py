@@ -76,6 +76,7 @@ def test_trusted_code_may_print_and_the_answer_is_one_line(own: Path, tmp_path: 
     assert (config["width"], config["_name_or_path"]) == (5, str(own))
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_said_in_one_line() -> None:
     with pytest.raises(UserError, match="'nobody/nothing-of-that-name' could not be read from the Hub"):
         resolve_model("nobody/nothing-of-that-name")

@@ -39,6 +39,7 @@ def imported_by_an_engine() -> list[str]:
     return sorted(set(sys.modules) - before)
 
 
+@pytest.mark.slow
 def test_what_zero_imports_is_there_before_the_fork(in_rank: Callable[..., Any]) -> None:
     """It was torch's compiler, five hundred modules and more than a second of each rank."""
     found = importlib.util.find_spec("deepspeed")
@@ -107,6 +108,7 @@ def test_a_long_accumulation_is_extrapolated(parent: Parent, tmp_path: Path) -> 
     assert rank.exit_status() == 0
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_their_clocks(parent: Parent, tmp_path: Path) -> None:
     ranks = start(parent, tmp_path, world=2)
     for rank in ranks:

@@ -40,6 +40,7 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, *, cold: bool = F
     return trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "config"),
     [("fp32", {"gradient_clipping": 0.5}), pytest.param("bf16", {}, marks=pytest.mark.slow)],

@@ -133,7 +133,7 @@ EXAMPLE = """
     """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("left", "begun", "found"),
     [
@@ -155,6 +155,7 @@ def test_what_an_attempt_has_left_before_its_first_save_does_not_end_the_next(
         assert (tmp_path / "found").read_text().endswith(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["latest", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(parent: Parent, tmp_path: Path, damaged: str) -> None:
     """As a rank leaves it that is killed in the midst of a save, on a machine that loses its power."""

@@ -147,7 +147,7 @@ def measure(bench: Bench, job: Job, *stages: int) -> list[Outcome]:
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task", "stages", "tokens"),
     [

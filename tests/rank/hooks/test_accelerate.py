@@ -76,6 +76,7 @@ def test_the_config_and_the_trainings_loader_are_the_candidates(in_rank: Callabl
     assert configured[0][0]["zero_optimization"]["stage"] == 1
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_written_in_code(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(train, str(tmp_path), make_candidate(3, 4).as_dict, True)
     assert (found["stage"], found["plugin_stage"], found["rows"]) == (3, 3, 4)
@@ -108,6 +109,7 @@ def split(folder: str) -> dict[str, Any]:
     return {"split": sizes[True], "whole": sizes[False], "held": loader.batch_size}
 
 
+@pytest.mark.slow
 def test_batches_that_are_split_over_the_ranks(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(split, str(tmp_path))
     assert list(found["split"]) == [[2], True, 16]
@@ -156,7 +158,7 @@ def in_several_calls(folder: str, way: str, micro_batch: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["sampling_before", "sampling_before_all", "loaders_first", "model_first"])
 @pytest.mark.parametrize("micro_batch", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_trainings_loader_is_found_in_whichever_call(

@@ -95,7 +95,7 @@ def train(folder: str, way: str, candidate: dict[str, Any] | None) -> dict[str, 
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["dict", "file", "commented", "base64", "config_params", "args"])
 def test_the_engine_is_the_candidates(in_rank: Callable[..., Any], tmp_path: Path, way: str) -> None:
     candidate = make_candidate(2, 4, 3, activation_checkpointing=True)
@@ -237,6 +237,7 @@ def pipeline(folder: str) -> list[str]:
     return watcher.names()
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_refused(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(pipeline, str(tmp_path)) == ["failed"], "though the script may catch it"
 
@@ -351,6 +352,7 @@ def matrices_of(folder: str) -> Any:
     return watcher.of("built")[0][0]["matrices"]
 
 
+@pytest.mark.slow
 def test_the_tuner_is_told_which_parameters_deepspeed_gives_to_muon(
     in_rank: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_second_engine_is_elected_where_the_first_only_refers_or_has_ended(
     assert found["after"] == steps * micro, "each step from its first forward on, and none of them as one beside"
 
 
+@pytest.mark.slow
 def test_engines_that_take_turns_leave_the_first_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(play, str(tmp_path), "turns", None, 0)
     assert not found["second"], "a generator, whose critic makes five steps for each of its own"

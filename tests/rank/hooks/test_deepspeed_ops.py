@@ -95,6 +95,7 @@ def test_an_op_of_the_scripts_own_is_its_own_affair(in_rank: Callable[..., Any],
     assert in_rank(load_twice, str(tmp_path / "ops"), False, False)["told"] == []
 
 
+@pytest.mark.slow
 def test_ranks_of_several_machines_leave_a_lock_to_torch(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     """Their home may be one, where the kernel's locks may reach no further than each machine."""
     found = in_rank(load_twice, str(tmp_path / "ops"), True, True)

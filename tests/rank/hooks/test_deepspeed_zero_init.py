@@ -67,7 +67,7 @@ def test_below_stage_3_its_parts_are_not_trained(in_rank: Callable[..., Any], tm
         in_rank(train, str(tmp_path), make_candidate(2, 2).as_dict, True, False)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_is_made_as_the_candidates_stage_trains_it(
     in_rank: Callable[..., Any], tmp_path: Path, stage: int
@@ -83,7 +83,7 @@ def test_a_script_as_it_is_keeps_its_own(in_rank: Callable[..., Any], tmp_path: 
     assert (found["stage"], found["parted"], found["facts"]) == (3, True, True)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_switched_off_stays_off(in_rank: Callable[..., Any], tmp_path: Path, stage: int) -> None:
     """As `enabled=args.zero_stage == 3` has it; an engine of stage 3 parts a whole model itself."""
@@ -137,6 +137,7 @@ def let_go(folder: str) -> bool:
     return bool(is_deepspeed_zero3_enabled())
 
 
+@pytest.mark.slow
 def test_a_config_that_the_script_lets_go_is_gone(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert not in_rank(let_go, str(tmp_path))
 

@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from autotune.rank.hooks import process_group
 from tests.rank.hooks.conftest import make_context
 
@@ -48,6 +50,7 @@ def leave_a_training() -> list[bool]:
     return leave(quiet=False)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_the_group_at_its_end_is_still_measured(in_rank: Callable[..., Any]) -> None:
     assert in_rank(leave_a_measurement) == [True, True]
     assert in_rank(leave_a_training) == [True, False]

@@ -51,7 +51,7 @@ def save_and_load(folder: str, written: int, stage: int, quiet: bool) -> dict[st
     return {**found, "ours": second.global_steps}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("written", "stage"), [(0, 0), (1, 0), (1, 3), (3, 1), (3, 3)])
 def test_a_checkpoint_of_any_stage_is_answered_and_not_loaded(
     in_rank: Callable[..., Any], tmp_path: Path, written: int, stage: int
@@ -90,6 +90,7 @@ def load_a_reference(folder: str) -> list[bool]:
     return [before == weights_of(saved), weights_of(reference) == weights_of(saved)]
 
 
+@pytest.mark.slow
 def test_a_reference_is_loaded(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(load_a_reference, str(tmp_path)) == [False, True]
 
@@ -113,6 +114,7 @@ def resume_trainer(folder: str, quiet: bool) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_trainer_starts_anew(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(resume_trainer, str(tmp_path), True) == [[None, None], [None, "trial"], [None, None]]
 

@@ -79,6 +79,7 @@ def test_trainer_evaluates_and_saves_nothing_whatever_asks_for_it(
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_a_training_evaluates_and_saves(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     found = in_rank(train, str(tmp_path), False, True)
