@@ -84,6 +84,10 @@ ADAM = {"optimizer": {"type": "AdamW"}}
     [
         ('config = {"optimizer": {"type": "Lion"}}', ADAM),  # DeepSpeed's own, of whatever type
         ("config = {'optimizer': x}", ADAM),
+        (
+            'config = {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}',
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
+        ),
         ("optimizer = torch.optim.AdamW(p)", {}),  # the script's
         ("", {}),
     ],
