@@ -184,7 +184,7 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
         optimizer = read_config(path).get("optimizer")
     else:
         text = script_text(script)
-        quoted = {"optimizer"} if text is None else {*re.findall("[\"'](\\w+)[\"']", text)}
+        quoted = {"optimizer"} if text is None else {*re.findall(r"[\"'](\w+)[\"']", text)}
         adam = {"type": "AdamW", **({"params": {"torch_adam": True}} if "torch_adam" in quoted else {})}
         optimizer = adam if "optimizer" in quoted else None
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
