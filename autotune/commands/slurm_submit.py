@@ -21,6 +21,7 @@ from autotune.errors import UserError
 from autotune.executors.cluster.transports import PACKAGE, slurm_output
 from autotune.masking import hide_password, shell_text
 from autotune.util.files import write_atomically
+from autotune.util.linux import handled_signals
 
 _LEAST_SECONDS = 180  # s; shortest time limit: the warning may come a minute early (sbatch(1), --signal)
 _ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM killed before it had set a handler
@@ -182,14 +183,8 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
         with suppress(UserError):
             slurm_output("scancel", *gently, job)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    held = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays ignored
-    before = {number: signal.signal(number, cancel) for number in held}
-    try:
+    with handled_signals(cancel):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _follow(job: str, output: Path, code: Path, print_line: Callable[[str], None]) -> int:

@@ -214,10 +214,8 @@ def _status_of_child(sandbox: Sandbox) -> int | None:
     except OSError:
         return _NOT_ENTERED
     if child := os.fork():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the child too
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        signal.signal(signal.SIGINT, before)
-        return status
+        with linux.handled_signals(signal.SIG_IGN, (signal.SIGINT,)):  # Ctrl-C reaches the child too
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         sandbox.enter(str(sandbox.files), os.environ)
         with suppress(PermissionError):

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import iterations_line, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
-from autotune.util.linux import NOTICES
+from autotune.util.linux import NOTICES, handled_signals
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
@@ -140,22 +140,10 @@ class Supervisor:
         """
         if cluster is not None:
             self.target, self._opened, self._is_local = cluster, False, False
-        passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # An ignored signal stays ignored: under nohup, trainings outlive their terminal.
-        before = {
-            number: signal.signal(number, self._forward)
-            for number in passed
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        }
         # A notice must not end the training either, such as Slurm's `--signal=USR1@600`.
         notices = [number for number in NOTICES if signal.getsignal(number) is signal.SIG_DFL]
-        before |= {number: signal.signal(number, self._notify) for number in notices}
-        try:
+        with handled_signals(self._forward), handled_signals(self._notify, notices), closing(self._own_machine):
             summary = self._run()
-        finally:
-            self._own_machine.close()
-            for number, old in before.items():
-                signal.signal(number, old)
         try:
             write_atomically(self.folder / "launch.json", json.dumps(masked_data(summary.to_json()), indent=2) + "\n")
         except OSError as error:  # a full disk does not change how the training ended

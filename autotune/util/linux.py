@@ -12,6 +12,7 @@ import signal
 import stat
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -679,6 +680,28 @@ BUILD_GRACE_SECONDS = 0.2  # seconds between SIGTERM, at which a compiler remove
 _LOOK_SECONDS = 0.02
 
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, kill, and a closed terminal
+
+
+@contextmanager
+def handled_signals(
+    handler: Callable[[int, Any], object] | signal.Handlers, numbers: Iterable[int] = ENDING_SIGNALS
+) -> Iterator[None]:
+    """Handle signals during the block, then as before it.
+
+    An ignored SIGHUP stays ignored: under nohup, a command outlives its terminal. Python handles signals in the main thread
+    alone, so this changes nothing in another one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    held = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in held if is_main}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
 @contextmanager
 def terminate_with_descendants() -> Iterator[None]:
     """Terminate this process with all its descendants at SIGTERM, or when the parent dies.
@@ -686,12 +709,9 @@ def terminate_with_descendants() -> Iterator[None]:
     The compilers of a build would otherwise run to their end.
     """
     adopt_orphans()  # descendants of a dead child are found too
-    before = signal.signal(signal.SIGTERM, _leave_with_all)
-    die_with_parent(os.getppid(), signal.SIGTERM)
-    try:
+    with handled_signals(_leave_with_all, (signal.SIGTERM,)):
+        die_with_parent(os.getppid(), signal.SIGTERM)
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _leave_with_all(number: int, frame: object) -> None:

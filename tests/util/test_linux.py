@@ -160,3 +160,19 @@ def test_a_forked_child_takes_its_memory_for_its_own_and_nothing_that_nobody_has
     assert after[0] < before[0] / 4
     assert after[1] < before[1] + 64 * MIB, "what lay untouched does so still"
     untouched.close()
+
+
+def test_signals_are_handled_in_the_block_and_an_ignored_closed_terminal_stays_ignored() -> None:
+    got: list[int] = []
+    before = {number: signal.getsignal(number) for number in linux.ENDING_SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+        with linux.handled_signals(lambda number, _: got.append(number)):
+            for number in linux.ENDING_SIGNALS:
+                signal.raise_signal(number)
+        assert got == [signal.SIGINT, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert [signal.getsignal(number) for number in got] == [before[signal.SIGINT], before[signal.SIGTERM]]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -39,7 +39,7 @@ from autotune.script.argument_writer import write_trial_files
 from autotune.util.files import SocketFolder, cache_root
 from autotune.util.inquiry import PACKAGES
 from autotune.util.interpreter import OWN, Interpreter, interpreter_at
-from autotune.util.linux import NOTICES, adopt_orphans
+from autotune.util.linux import NOTICES, adopt_orphans, handled_signals
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_locks import lock_gpus, lock_holder
 from autotune.workers.gpu_memory import make_meter
@@ -356,14 +356,11 @@ def _ended_by_signals(agent: Agent) -> Iterator[None]:
 
     Slurm may send the latter to all processes of a job.
     """
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: agent.end()) for number in numbers}
-    before |= {number: signal.signal(number, lambda got, _: agent.notify(signal.Signals(got))) for number in NOTICES}
-    try:
+    with (
+        handled_signals(lambda *_: agent.end()),
+        handled_signals(lambda number, _: agent.notify(signal.Signals(number)), NOTICES),
+    ):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def main() -> None:
