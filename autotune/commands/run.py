@@ -65,6 +65,7 @@ from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
+from autotune.util.linux import handled_signals
 from autotune.util.units import GIB, counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
@@ -247,16 +248,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stopped.set()
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                before[number] = signal.signal(number, handle)
-    try:
+    with handled_signals(handle):
         yield stopped
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _open(executor: Executor, print_line: Callable[[str], None]) -> None:
@@ -449,7 +442,7 @@ def _summary(
         lines.append(f"  {_end_line(found)}")
         lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
-        lines = ["stopped before anything was measured"]
+        lines = ["stopped before any config fitted", _end_line(found)]
     else:
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, print_line)]
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)

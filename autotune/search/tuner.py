@@ -127,15 +127,15 @@ class Tuner:
         self.store.begin_call(self.budget.budget_seconds)
         try:
             stop, winner, verified = self._search_and_verify()
+            if winner is not None:
+                self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
+                winner = self.store.winner or winner
+                if self.references is not None and verified and self.references.run(winner.candidate):
+                    self.store.set_winner(winner.number, "verified")  # its note compares the references
         except (UserError, MachineError) as error:
             failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_ERROR
             self.trials.save_call(failing.stop().sentence)
             raise
-        if winner is not None:
-            self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
-            winner = self.store.winner or winner
-            if self.references is not None and verified and self.references.run(winner.candidate):
-                self.store.set_winner(winner.number, "verified")  # its note compares the references
         if self.cancelled():
             stop = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())

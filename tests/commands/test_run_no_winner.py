@@ -1,14 +1,28 @@
 """A call of `autotune run` without a winner says why it stopped."""
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autotune.executors.replay import load_replay_table, write_replay_table
-from autotune.problem.outcome import OutcomeKind
+from autotune.executors.replay import ReplaySession, load_replay_table, write_replay_table
+from autotune.problem.outcome import Outcome, OutcomeKind
 from tests.cli_call import call
 
 TABLE = Path(__file__).parent.parent / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+
+
+def too_large(path: Path) -> int:
+    """Write a table of the largest measured rows, and return their number."""
+    whole = load_replay_table(TABLE)
+    measured = [(one, row) for one, row in whole.rows.items() if row.kind is OutcomeKind.OK]
+    largest = sorted(measured, key=lambda entry: -entry[1].peak_gib)[:4]
+    write_replay_table(path, whole.facts, dict(largest))
+    return len(largest)
+
+
+RUN = ("run", "--executor", "replay:t.csv.gz", "--headroom", "60%", "--study", "s", "--budget", "5m", "--yes")
 
 
 @pytest.mark.parametrize(
@@ -19,13 +33,31 @@ def test_a_call_without_a_winner_ends_with_its_trials_and_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = load_replay_table(TABLE)
-    measured = [(one, row) for one, row in whole.rows.items() if row.kind is OutcomeKind.OK]
-    largest = sorted(measured, key=lambda entry: -entry[1].peak_gib)[:4]
-    write_replay_table(tmp_path / "t.csv.gz", whole.facts, dict(largest))
-    words = ("run", "--executor", "replay:t.csv.gz", "--headroom", "60%", "--study", "s", "--budget", "5m", "--yes")
-    code, _, err = call(monkeypatch, capsys, *words, *options)
+    rows = too_large(tmp_path / "t.csv.gz")
+    code, _, err = call(monkeypatch, capsys, *RUN, *options)
     assert code == 3, err
     (last,) = (line for line in err.splitlines() if reason in line)
-    count = 2 if options else len(largest)
+    count = 2 if options else rows
     assert last.startswith(f"{count} trials ({count} ok) in ")
+
+
+def test_a_call_that_is_stopped_without_a_winner_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    too_large(tmp_path / "t.csv.gz")
+    measure = ReplaySession.measure
+
+    def interrupted(self: ReplaySession, *words: Any) -> Outcome:
+        signal.raise_signal(signal.SIGINT)
+        return measure(self, *words)
+
+    monkeypatch.setattr(ReplaySession, "measure", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = call(monkeypatch, capsys, *RUN)
+    assert code == 130, err
+    said, last = out.splitlines()[-2:]
+    assert said == "stopped before any config fitted"
+    assert last.startswith("1 trial (1 ok) in ")
+    assert last.endswith("; interrupted")
+    assert signal.getsignal(signal.SIGINT) is before

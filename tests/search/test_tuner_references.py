@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
 from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable
 from autotune.predict.predictor import Predictor
@@ -17,6 +18,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TracedStep, TrainingTrace
 from autotune.search.leaderboard import StudyFacts, study_facts
 from autotune.search.proposer import Proposer
+from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
 from autotune.search.tuner import NullObserver, References, SearchSummary, Tuner
@@ -59,10 +61,12 @@ class Torch(ReplayExecutor):
         return Session(self, candidate)
 
 
-def search(executor: Torch, budget: float, *, references: bool = True) -> tuple[SearchSummary, StudyStore]:
+def search(
+    executor: Torch, budget: float, *, references: bool = True, store: StudyStore | None = None
+) -> tuple[SearchSummary, StudyStore]:
     replay_table = executor.replay_table
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
-    store = StudyStore.in_memory(job, hardware, space)
+    store = store or StudyStore.in_memory(job, hardware, space)
     candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, budget_seconds=budget, references=references)
@@ -101,6 +105,23 @@ def test_references_take_no_more_than_a_tenth(
     assert result.verified
     assert len(executor.tried) == tried
     assert executor.now() <= budget
+
+
+class Dying(Torch):
+    """Its fork server is gone when the first session without DeepSpeed begins."""
+
+    def session(self, *words: Any, job: Job | None = None, **more: Any) -> ReplaySession:
+        if job is not None:
+            raise UserError("the fork server died")
+        return super().session(*words, **more)
+
+
+def test_a_call_that_a_reference_ends_keeps_its_winner_and_says_why(replay_table: ReplayTable) -> None:
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
+    with pytest.raises(UserError, match="the fork server died"):
+        search(Dying(replay_table, FAST), 900, store=store)
+    assert store.winner is not None
+    assert [call.ended for call in store.calls()] == [StopReason.JOB_FAILS.value]
 
 
 def test_a_call_without_references_measures_none(replay_table: ReplayTable) -> None:
