@@ -82,9 +82,13 @@ def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, 
 
 
 class Session(Protocol):
-    """One engine. Only micro-batch and accumulation may change during its life."""
+    """One engine. Only micro-batch and accumulation may change during its life.
 
-    alive: bool  # another candidate of the same family can be measured
+    The search reads of each Outcome `seconds`, `outside_seconds` and `started` for its budget, and of an OOM
+    `missing_bytes` and `capacity_bytes` for its memory model.
+    """
+
+    alive: bool  # another candidate of the same family can be measured; False after a failure
     missing_op: str = ""  # builder of an op that the probe run needs and no config predicted
 
     @property

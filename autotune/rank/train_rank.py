@@ -4,8 +4,8 @@ Run as `python -m autotune.rank.train_rank ADDRESS NUMBER`, or `become` in a chi
 uses cold starts only.
 
 This process is the user's training. `TrainRank.run` installs the hooks (`rank/hooks/`), then runs the script. A
-training that the user starts without `launch` contains no code of this package, except a `StudyCallback` that the
-script adds (`recovery/trainer_callback.py`).
+training that the user starts without `launch` contains no code of this package, except for what the script itself calls:
+a `StudyCallback` (`recovery/trainer_callback.py`), or `use_chunked_loss` (`rank/model_builder.py`).
 """
 
 from __future__ import annotations

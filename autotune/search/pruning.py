@@ -4,7 +4,7 @@
 
 - Device OOM: candidates of the same stage that surely need at least as much (`Dominance`).
 - Host OOM: the same engine, on GPUs also candidates that offload at least as much (`HostDominance`), and settings that
-  several failed engines share (`SharedCauseDetector`).
+  several failed engines share (`SharedCauseDetector`). The last two exclude nothing if one of these candidates has worked.
 - Host OOM with `Source.DEATH`: the tuner died twice in the trial (`abandoned_outcome` in `search/trials.py`). The same
   engine and shared settings are excluded, without `HostDominance`.
 
@@ -24,7 +24,8 @@ Other effects of an OOM change the order of trials, and exclude no candidate for
 (`Proposer._worth`). An OOM that the model did not expect raises the probability of fitting that a proposal needs
 (`Proposer._least_chance`), unless it was the start candidate's. A verification that needs too much memory always raises
 it. `apply_verification_result` (`search/tuner.py`) then ranks measured candidates last (`Leaderboard.deprioritize`), and
-after a device OOM lowers the memory limit of the stage.
+after a device OOM lowers the memory limit of the stage. After a host OOM, `FallbackSchedule` (`search/proposer.py`) tries
+less offloading of a stage at most, so a search in which nothing fits may end earlier.
 """
 
 from __future__ import annotations

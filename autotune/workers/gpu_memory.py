@@ -7,7 +7,7 @@ the ranks' processes, the owners are known. In a container that hides them, the 
 A peak reaches the database in these steps:
 
 1. The thread of `MemoryMonitor` (`workers/memory_monitor.py`) calls `NvmlMeter.sample`. The sample increases
-   `MemoryPeaks.used`, and `MemoryPeaks.grown` for hidden processes. On another node the agent does both.
+   `MemoryPeaks.used`, by process, and `MemoryPeaks.grown`, by GPU. On another node the agent does both.
 2. Each measurement first calls `WorkerGroup.reset_peaks` (`LocalSession._ask_measure`, `executors/local.py`). The peak of the
    engine's start is therefore not stored, unless the start fails or loads a checkpoint to resume from.
 3. `WorkerGroup.peaks` (`workers/group.py`) merges the peaks of all nodes. `LocalWorkers.peaks` (`workers/host_workers.py`)
@@ -16,8 +16,9 @@ A peak reaches the database in these steps:
 4. `measurement_of` (`executors/local.py`) copies `MemoryPeaks.worst` to `Measurement.nvml_peak_bytes`: `MemoryPeaks.used`,
    or if NVML hides the ranks, `MemoryPeaks.grown`. Decisions use `Measurement.peak_bytes`, the maximum of
    `MemoryPeaks.used` and the ranks' own figures. If NVML hides the ranks, `nvml_peak_bytes` may therefore exceed it.
-   `LocalSession._measured` raises only `peak_bytes`, to the peak while a checkpoint was loaded or the engine was
-   certified. `SliceExtrapolator.complete` adds NCCL's memory, also only to `peak_bytes`.
+   `LocalSession._measured` raises only `peak_bytes`, to the ranks' own peaks while a checkpoint was loaded and while the
+   engine was certified. NVML's peak includes the certification, but not the loading. `SliceExtrapolator.complete` adds
+   NCCL's memory, also only to `peak_bytes`.
 5. A failed trial has no Measurement. `WorkerGroup.evidence` takes its peaks, and `_peak_of` (`executors/local.py`) sets
    `Outcome.peak_bytes`.
 6. `TrialRecorder.end` (`search/tuner.py`) passes the Outcome to `StudyStore.finish` (`search/study.py`). `store_outcome`
