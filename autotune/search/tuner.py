@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
 
-from autotune.errors import MachineError, Stopped, Unusable, UserError
+from autotune.errors import MachineError, Stopped, Unusable, UserError, one_line
 from autotune.executors.base import REFERENCE as REFERENCE_SPEC
 from autotune.executors.base import RESUME as RESUME_SPEC
 from autotune.executors.base import SEARCH as SEARCH_SPEC
@@ -127,15 +127,15 @@ class Tuner:
         self.store.begin_call(self.budget.budget_seconds)
         try:
             stop, winner, verified = self._search_and_verify()
-            if winner is not None:
-                self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
-                winner = self.store.winner or winner
-                if self.references is not None and verified and self.references.run(winner.candidate):
-                    self.store.set_winner(winner.number, "verified")  # its note compares the references
         except (UserError, MachineError) as error:
             failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_ERROR
             self.trials.save_call(failing.stop().sentence)
             raise
+        if winner is not None:
+            self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
+            winner = self.store.winner or winner
+            if self.references is not None and verified and self.references.run(winner.candidate):
+                self.store.set_winner(winner.number, "verified")  # its note compares the references
         if self.cancelled():
             stop = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())
@@ -623,8 +623,13 @@ class References:
                     name, f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
                 )
                 continue
-            if (candidate := self._chosen(stage, name, winner)) is not None:
+            if (candidate := self._chosen(stage, name, winner)) is None:
+                continue
+            try:
                 stored = self._measured(candidate, name, left) or stored
+            except (UserError, MachineError) as error:  # the winner is verified, and exported without the comparison
+                self._print_why_not(name, one_line(error))
+                break
         return stored
 
     def _chosen(self, stage: int, name: str, winner: Candidate) -> Candidate | None:
@@ -772,7 +777,7 @@ class CallFailures:
         """
         if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
             if candidate in self._retried:
-                self._proposer.close(candidate)
+                self._proposer.close_candidate(candidate)
             self._retried.add(candidate)
         self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._leaderboard.measured:

@@ -18,7 +18,6 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TracedStep, TrainingTrace
 from autotune.search.leaderboard import StudyFacts, study_facts
 from autotune.search.proposer import Proposer
-from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
 from autotune.search.tuner import NullObserver, References, SearchSummary, Tuner
@@ -62,14 +61,14 @@ class Torch(ReplayExecutor):
 
 
 def search(
-    executor: Torch, budget: float, *, references: bool = True, store: StudyStore | None = None
+    executor: Torch, budget: float, *, references: bool = True, observer: NullObserver | None = None
 ) -> tuple[SearchSummary, StudyStore]:
     replay_table = executor.replay_table
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
-    store = store or StudyStore.in_memory(job, hardware, space)
+    store = StudyStore.in_memory(job, hardware, space)
     candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
-    tuner = Tuner(store, executor, proposer, budget_seconds=budget, references=references)
+    tuner = Tuner(store, executor, proposer, budget_seconds=budget, observer=observer, references=references)
     return tuner.run(), store
 
 
@@ -116,12 +115,15 @@ class Dying(Torch):
         return super().session(*words, **more)
 
 
-def test_a_call_that_a_reference_ends_keeps_its_winner_and_says_why(replay_table: ReplayTable) -> None:
-    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
-    with pytest.raises(UserError, match="the fork server died"):
-        search(Dying(replay_table, FAST), 900, store=store)
+def test_a_reference_that_cannot_run_costs_a_line_and_no_winner(replay_table: ReplayTable) -> None:
+    told = Told()
+    result, store = search(Dying(replay_table, FAST), 900, observer=told)
+    assert result.verified
     assert store.winner is not None
-    assert [call.ended for call in store.calls()] == [StopReason.JOB_FAILS.value]
+    assert [call.ended for call in store.calls()] == [result.stop_sentence]
+    assert [line for line in told.said if "the fork server died" in line] == [
+        "plain DDP was not measured for comparison: the fork server died"
+    ]
 
 
 def test_a_call_without_references_measures_none(replay_table: ReplayTable) -> None:
