@@ -236,11 +236,13 @@ def misplaced(text: str) -> set[tuple[str, str]]:
     """Names in backticks, each with the file of this package in which the text says that it is, and in which it is not."""
     found = set()
     for name, file in _PLACED.findall(re.sub(r"\s*\n\s*(?:# )?", " ", text)):
-        path, top = _file_of(file), file.partition("/")[0]
-        if path is None and not (PACKAGE / top).is_dir():  # DeepSpeed's, or another package's
+        top, is_inner, _ = file.removeprefix("autotune/").partition("/")
+        paths = [path for path in SOURCES if path.as_posix().endswith(f"/{file}")]
+        if not paths and not (is_inner and (PACKAGE / top).is_dir()):  # DeepSpeed's, or another package's
             continue
-        tree = tree_of(path) if path is not None else ast.Module([], [])
-        known = {one for node in ast.walk(tree) for one in _names(node)} | _set_attributes(tree)
-        if not set(name.split(".")) <= known | {Path(file).stem}:
+        known = {Path(file).stem}
+        for tree in map(tree_of, paths):
+            known |= {one for node in ast.walk(tree) for one in _names(node)} | _set_attributes(tree)
+        if not set(name.split(".")) <= known:
             found.add((name, file))
     return found

@@ -442,7 +442,7 @@ def _summary(
         lines.append(f"  {_end_line(found)}")
         lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
-        lines = ["stopped before any config fitted", _end_line(found)]
+        lines = ["stopped without a winner", _end_line(found)]
     else:
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, print_line)]
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)

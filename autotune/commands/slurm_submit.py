@@ -21,7 +21,7 @@ from autotune.errors import UserError
 from autotune.executors.cluster.transports import PACKAGE, slurm_output
 from autotune.masking import hide_password, shell_text
 from autotune.util.files import write_atomically
-from autotune.util.linux import handled_signals
+from autotune.util.linux import ENDING_SIGNALS, handled_signals
 
 _LEAST_SECONDS = 180  # s; shortest time limit: the warning may come a minute early (sbatch(1), --signal)
 _ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM killed before it had set a handler
@@ -183,7 +183,8 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
         with suppress(UserError):
             slurm_output("scancel", *gently, job)
 
-    with handled_signals(cancel):
+    held = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    with handled_signals(cancel, held):
         yield
 
 

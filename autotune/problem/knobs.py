@@ -410,9 +410,8 @@ class Knob:
     refused: Callable[[Knobs], str] = lambda knobs: ""  # reason why DeepSpeed refuses this knob together with others
     # DeepSpeed refuses the key where it does not read it, so `Candidate.ds_config` removes it from the user's own config
     refused_unread: bool = False
-    op: str = ""  # builder of the DeepSpeed JIT op that a truthy value loads; empty: none, or as the optimizer decides
-    # reason why no value surely needs more device memory than another; empty for a first-order knob: `search/pruning.py`
-    # orders its values
+    op: str = ""  # builder of the DeepSpeed JIT op that any value except `off` loads; empty: none, or as the optimizer decides
+    # reason why the values of a first-order knob have no order of device memory; empty: `search/pruning.py` orders them
     unordered: str = ""
     lossy: str = ""  # effect on arithmetic; empty: none
     since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do

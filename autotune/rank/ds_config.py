@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate, settings_of
 from autotune.problem.job import Job
-from autotune.problem.knobs import KNOBS, lossy_of
+from autotune.problem.knobs import KNOBS, is_off, lossy_of
 from autotune.problem.models import CAUSAL
 from autotune.script.profile import OPS
 
@@ -136,8 +136,9 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
         ops.append(fused)
     if any("nvme" in (candidate.offload_optimizer, candidate.offload_param) for candidate in candidates):
         ops.append("AsyncIOBuilder")
-    loading = [name for name, knob in KNOBS.items() if knob.op]
-    ops += dict.fromkeys(KNOBS[name].op for name in loading if any(candidate.get(name) for candidate in candidates))
+    loading = {name: knob.op for name, knob in KNOBS.items() if knob.op}
+    turned_on = {name for candidate in candidates for name, value in candidate.knobs if not is_off(name, value)}
+    ops += dict.fromkeys(op for name, op in loading.items() if name in turned_on)
     pins = offloads - {"none"} or any(candidate.offload_param != "none" for candidate in candidates)
     if pins and os.environ.get("DS_PIN_MEMORY_BACKEND") == "native":
         ops.append("PinMemoryBuilder")

@@ -5,7 +5,8 @@ uses cold starts only.
 
 This process is the user's training. `TrainRank.run` installs the hooks (`rank/hooks/`), then runs the script. A
 training that the user starts without `launch` contains no code of this package, except for what the script itself calls:
-a `StudyCallback` (`recovery/trainer_callback.py`), or `use_chunked_loss` (`rank/model_builder.py`).
+`StudyCallback` (`recovery/trainer_callback.py`), which imports the search and its packages, or `use_chunked_loss`
+(`rank/model_builder.py`), if the winner has a chunked loss.
 """
 
 from __future__ import annotations

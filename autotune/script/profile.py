@@ -176,7 +176,7 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
     """Return the stand-in for a script of which only the command is known.
 
     The optimizer is known if the command names a DeepSpeed config. Otherwise DeepSpeed's Adam is assumed if the script's text
-    contains the word `optimizer` in quotes, or cannot be read, and torch's if it also contains `torch_adam` in quotes.
+    contains the word `optimizer` in quotes, or cannot be read, and torch's if the text also sets `torch_adam`.
     """
     model = ModelSpec(script.name, {}, " ".join(script.argv))
     path = config_path(script)
@@ -184,9 +184,9 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
         optimizer = read_config(path).get("optimizer")
     else:
         text = script_text(script)
-        quoted = {"optimizer"} if text is None else {*re.findall(r"[\"'](\w+)[\"']", text)}
-        adam = {"type": "AdamW", **({"params": {"torch_adam": True}} if "torch_adam" in quoted else {})}
-        optimizer = adam if "optimizer" in quoted else None
+        torchs = re.search(r"[\"']torch_adam[\"']\s*:\s*[Tt]rue", text or "")
+        adam = {"type": "AdamW", **({"params": {"torch_adam": True}} if torchs else {})}
+        optimizer = adam if text is None or re.search("[\"']optimizer[\"']", text) else None
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 

@@ -219,7 +219,7 @@ class Proposer:
     def drop_from_best(self, candidate: Candidate) -> None:
         """Remove a measured candidate from the best ones if it cannot win, or is unlikely to.
 
-        Gains are then computed against the best of the rest. The candidate stays open if it was (`close`).
+        Gains are then computed against the best of the rest. The candidate stays open if it was (`close_candidate`).
         """
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
@@ -277,7 +277,7 @@ class Proposer:
         """Exclude the candidates that train something else for the same reason as this one."""
         self._pool.exclude_sharing_cause(candidate, shares_cause, reason[:160])
 
-    def close(self, candidate: Candidate) -> None:
+    def close_candidate(self, candidate: Candidate) -> None:
         """Propose this candidate no more in this call. No other candidate is excluded."""
         self._pool.close(candidate)
 

@@ -25,7 +25,7 @@ Other effects of an OOM change the order of trials, and exclude no candidate for
 (`Proposer._least_chance`), unless it was the start candidate's. A verification that needs too much memory always raises
 it. `apply_verification_result` (`search/tuner.py`) then ranks measured candidates last (`Leaderboard.deprioritize`), and
 after a device OOM lowers the memory limit of the stage. After a host OOM, `FallbackSchedule` (`search/proposer.py`) tries
-less offloading of a stage at most, so a search in which nothing fits may end earlier.
+only candidates of that stage that offload less, so a search in which nothing fits may end earlier.
 """
 
 from __future__ import annotations

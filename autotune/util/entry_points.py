@@ -7,7 +7,8 @@ The tracker and the Ray driver run in the tuner's Python. All others run in the 
 the user's training environment. Only TRAIN_RANK is the user's real training. The agent of a node is the command
 `autotune agent`.
 
-Two files run in another Python than the tuner's by their path. `util/inquiry.py` answers questions about its packages. On
+Other files run by their path. `executors/cluster/ray_relay.py` connects the tuner with an agent on Ray, in the tuner's
+Python. In another Python, `util/inquiry.py` answers questions about its packages, and `autotune doctor` examines it. On
 GPUs `problem/nvml.py` loads the tuner's `pynvml.py` there as `autotune_nvml`, if it has no nvidia-ml-py (variable
 AUTOTUNE_NVML). This is the only third-party file of the tuner in a rank, and import-linter cannot see it.
 """

@@ -693,9 +693,12 @@ def handled_signals(
     alone, so this changes nothing in another one.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    held = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in held if is_main}
+    before = {}
     try:
+        for number in numbers if is_main else ():
+            former = signal.getsignal(number)  # None: a handler of a C library, which Python could not restore
+            if former is not None and not (number == signal.SIGHUP and former is signal.SIG_IGN):
+                before[number] = signal.signal(number, handler)
         yield
     finally:
         for number, former in before.items():

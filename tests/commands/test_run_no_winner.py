@@ -57,7 +57,7 @@ def test_a_call_that_is_stopped_without_a_winner_says_so(
     code, out, err = call(monkeypatch, capsys, *RUN)
     assert code == 130, err
     said, last = out.splitlines()[-2:]
-    assert said == "stopped before any config fitted"
+    assert said == "stopped without a winner"
     assert last.startswith("1 trial (1 ok) in ")
     assert last.endswith("; interrupted")
     assert signal.getsignal(signal.SIGINT) is before

@@ -352,7 +352,7 @@ HANDLERS: Mapping[Verb, Callable[..., Mapping[str, Any] | None]] = {
 
 @contextmanager
 def _ended_by_signals(agent: Agent) -> Iterator[None]:
-    """End the agent on SIGTERM, SIGHUP and SIGINT, and forward SIGUSR1 and SIGUSR2.
+    """End the agent on SIGTERM, SIGINT and SIGHUP, unless nohup ignores that, and forward SIGUSR1 and SIGUSR2.
 
     Slurm may send the latter to all processes of a job.
     """

@@ -67,7 +67,7 @@ def test_below_stage_3_its_parts_are_not_trained(in_rank: Callable[..., Any], tm
         in_rank(train, str(tmp_path), make_candidate(2, 2).as_dict, True, False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_is_made_as_the_candidates_stage_trains_it(
     in_rank: Callable[..., Any], tmp_path: Path, stage: int

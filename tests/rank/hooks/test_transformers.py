@@ -111,7 +111,6 @@ def resume(folder: str, candidate: dict[str, Any] | None) -> list[int]:
     return [*found, TrainerState.load_from_json(f"{folder}/state.json").train_batch_size]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_does_not_bring_its_micro_batch_along(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     """Trainer before transformers 5.2 trained on with it, at another global batch."""
     assert in_rank(resume, str(tmp_path), make_candidate(1, 2, 4).as_dict) == [2, 4]
