@@ -318,7 +318,7 @@ def test_share_of_a_trial_is_a_quarter_but_all_of_what_nothing_else_needs(
 ) -> None:
     proposer = make_proposer(replay_table)
     for candidate in proposer.candidates[1:] if only_one else ():
-        proposer.close(candidate)
+        proposer.close_candidate(candidate)
     proposer.next(left)
     assert proposer.trial_share_seconds == share
 
