@@ -380,6 +380,7 @@ _SHORT = {  # in the legend
 }
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
+_UNBOUNDED = 10_000  # columns, more than any table has
 # DeepSpeed 0.19.8's TiledFusedLogitsLoss is not named: accumulation and fp16's scale do not reach its gradient of the head.
 CHUNKED_LOSSES = "TRL's chunked loss or Liger's fused_linear_cross_entropy"
 BAR = 36  # characters for a device's whole memory
@@ -650,6 +651,9 @@ class PlanTable:
             table.add_column(name, justify=justify, no_wrap=name != folded, overflow="fold")
         for cells, kind in self.rows:
             table.add_row(*cells, style=styles.get(kind, ""))
+        if not folded and out.measure(table, options=out.options.update(width=_UNBOUNDED)).maximum > min(WIDTH, out.width):
+            for column in table.columns:  # otherwise rich cuts cells off
+                column.no_wrap = False
         _put(out, table)
         if self.note:
             _put(out, Text(self.note, style="dim"))

@@ -3,6 +3,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from autotune.results.plan import (
     WIDTH,
     Outlook,
     Plan,
+    PlanTable,
     bar,
     cards_table,
     comparison_table,
@@ -187,6 +189,27 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     assert float(found[2]) - float(found[3]) == pytest.approx(float(found[4]), abs=0.11)
     assert "fewest rtx3060: " in text
     assert "cheapest cards for 1 B tokens" in text
+
+
+@pytest.mark.parametrize("width", [40, 100, 140])
+def test_no_cell_of_a_table_is_cut_off(width: int) -> None:
+    cells = (
+        "rtx6000ada *",
+        "2 x 8 +cpu",
+        "16 x 8 +cpu",
+        "1.67k",
+        "117.84",
+        "2026-11",
+        "6.9 days",
+        "$13,870 ($11,030 to $114,500)",
+    )
+    names = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
+    out = Console(record=True, width=width, file=io.StringIO())
+    PlanTable("cards", names, frozenset(names[1:]), ((cells, ""),)).show(out)
+    text = out.export_text()
+    assert not Counter("".join(cells).replace(" ", "")) - Counter(text), "all letters are there"
+    if width > 40:  # narrower columns fold their words, too
+        assert {word for cell in cells for word in cell.split()} <= set(text.split())
 
 
 def test_errors_and_nearest_rows_in_words(whole: Plan) -> None:
