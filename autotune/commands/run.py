@@ -429,8 +429,6 @@ def _summary(
             write_ladder(files[-1], ladder, store.job)
         files += _write_report(setup, store, predictor, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
-        if not found.verified:
-            lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
         nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)

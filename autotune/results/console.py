@@ -480,6 +480,9 @@ def _bucket_bytes(candidate: Candidate, job: Job) -> int:
     return round(float(reduce_bucket_bytes(columns_of([candidate], job), job.element_bytes)[0]))
 
 
+UNVERIFIED = "  not verified: the budget or the call ended first; run again to verify it"
+
+
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
     """Describe the verdict: the script's own config, the winner in words, its margin over other configs, its free memory."""
     first = filter(None, [own_line(facts, job)])
@@ -519,7 +522,8 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
     lines += [f"  your training must {line}" for line in needs_of_loss(job_with_candidate(job, record.candidate))]
-    return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
+    lines += [f"  it {line}" for line in lossy_settings(record.candidate, job)]
+    return [*lines, *([] if record.role == VERIFY else [UNVERIFIED])]
 
 
 def _per_rank(measured: Measurement, job: Job, hardware: Hardware) -> str:

@@ -651,7 +651,9 @@ class PlanTable:
             table.add_column(name, justify=justify, no_wrap=name != folded, overflow="fold")
         for cells, kind in self.rows:
             table.add_row(*cells, style=styles.get(kind, ""))
-        if not folded and out.measure(table, options=out.options.update(width=_UNBOUNDED)).maximum > min(WIDTH, out.width):
+        if not folded and out.measure(table, options=out.options.update(width=_UNBOUNDED)).maximum > min(
+            WIDTH, out.width
+        ):
             for column in table.columns:  # otherwise rich cuts cells off
                 column.no_wrap = False
         _put(out, table)
