@@ -425,7 +425,7 @@ class _Parser:
         return name
 
     def _check_key(self, path: tuple[str, ...], name: str) -> None:
-        """Raise UserError if a dotted name is no key of DeepSpeed."""
+        """Raise UserError if a space may not set this dotted key."""
         if "." not in name or name in KNOBS:
             return
         section, _, leaf = name.rpartition(".")
@@ -434,7 +434,7 @@ class _Parser:
             raise self.fail(path, f"DeepSpeed knows no such ZeRO key{did_you_mean(leaf, DS_ZERO_KEYS)}")
         if name.split(".")[0] not in DS_TOP_LEVEL:
             raise self.fail(
-                path, f"DeepSpeed knows no section {name.split('.')[0]!r}{did_you_mean(name, DS_TOP_LEVEL)}"
+                path, f"a space sets no section {name.split('.')[0]!r} of DeepSpeed{did_you_mean(name, DS_TOP_LEVEL)}"
             )
         if section in DS_SECTIONS and leaf not in DS_SECTIONS[section]:
             raise self.fail(path, f"DeepSpeed knows no such key of {section}{did_you_mean(leaf, DS_SECTIONS[section])}")

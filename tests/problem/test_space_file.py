@@ -176,7 +176,7 @@ def test_default_holds_every_knob_that_was_promised() -> None:
         ),
         (
             "knobs:\n  flops.profile: [1]\n",
-            ":2: flops.profile: DeepSpeed knows no section 'flops'; did you mean flops_profiler or compile?",
+            ":2: flops.profile: a space sets no section 'flops' of DeepSpeed; did you mean flops_profiler or compile?",
         ),
         (
             "knobs:\n  gradient_cliping: [1]\n",

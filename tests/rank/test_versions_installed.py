@@ -1,6 +1,8 @@
 """Facts that the tuner keeps as data, against the libraries that are installed."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
 
 
 def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
+    import deepspeed
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     installed = set()
@@ -44,4 +47,9 @@ def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
     }  # runtime/zero/mics.py …
     if installed_deepspeed() >= READ:  # an older one knows fewer
         assert DS_ZERO_KEYS - installed <= read_elsewhere
+        sources = Path(deepspeed.__file__).parent.rglob("*.py")
+        spelled = {
+            word for path in sources for word in re.findall(r"[\"'](\w+)[\"']", path.read_text(errors="replace"))
+        }
+        assert spelled >= DS_TOP_LEVEL, "attributes of DeepSpeedConfig are no keys"
     assert {"zero_optimization", "bf16", "gradient_clipping"} <= DS_TOP_LEVEL

@@ -422,3 +422,9 @@ def test_what_the_users_own_config_has_already_is_no_change() -> None:
     own = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     job = make_job(precision="bf16", base_config=own)
     assert lossy_settings(make_candidate(2, **{MASTERS: True, STATES: True}), job) == []
+
+
+def test_a_winner_that_no_trial_has_verified_is_said_to_be_unverified() -> None:
+    searched, verified = measured(0, SEARCH, 1, 400.0), measured(1, VERIFY, 1, 390.0)
+    assert verdict(searched, [searched])[-1].startswith("  not verified: ")
+    assert not any("not verified: " in line for line in verdict(verified, [searched, verified]))
