@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from autotune.masking import masked
 from autotune.versions import StrEnum
@@ -98,9 +98,17 @@ class NotProtected(UserError):
 
 
 class NothingFits(DisplayedError):
-    """Search without a feasible candidate."""
+    """Search without a feasible candidate.
+
+    Args:
+        summary: the call of `run` as JSON data, for `--json`; None for another command.
+    """
 
     exit_code = ExitCode.NOTHING_FITS
+
+    def __init__(self, text: str, summary: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.summary = summary
 
 
 class MachineError(DisplayedError):

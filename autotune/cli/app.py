@@ -32,7 +32,7 @@ from autotune.cli.options import (
 )
 from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
-from autotune.errors import DisplayedError, ExitCode, ScriptFails
+from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
 from autotune.masking import learn_environment
 from autotune.util.streams import lasting_streams
 
@@ -90,9 +90,14 @@ def _tune(request: Request, shown: Console) -> None:
 
     as_json = request.as_json
     confirm = question_asker(request.yes or as_json, default=True)
-    summary = run_study(
-        request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json, err=True)
-    )
+    try:
+        summary = run_study(
+            request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json, err=True)
+        )
+    except NothingFits as error:
+        if as_json and error.summary is not None:
+            emit(error.summary)
+        raise
     if as_json:
         emit(summary.to_json())
     else:

@@ -23,7 +23,7 @@ from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, 
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import UNPROTECTED, NothingFits, UserError, one_line, readable
+from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
@@ -240,7 +240,7 @@ def _tracked_winner(store: StudyStore) -> dict[str, Any]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C, SIGTERM and a closed terminal set; a second Ctrl-C raises KeyboardInterrupt."""
+    """Yield an event that Ctrl-C, SIGTERM and a closed terminal set; a second Ctrl-C ends the block by raising Stopped."""
     stopped = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -249,7 +249,10 @@ def stop_on_signals() -> Iterator[threading.Event]:
         stopped.set()
 
     with handled_signals(handle):
-        yield stopped
+        try:
+            yield stopped
+        except KeyboardInterrupt:
+            raise Stopped("stopped at once; measured trials are kept, and the same command goes on") from None
 
 
 def _open(executor: Executor, print_line: Callable[[str], None]) -> None:
@@ -442,11 +445,10 @@ def _summary(
     elif found.interrupted:
         lines = ["stopped without a winner", _end_line(found)]
     else:
-        where = [f"wrote {path}" for path in _write_report(setup, store, predictor, print_line)]
-        lines = verdict_lines(facts, store.records(), store.job, store.hardware)
+        files = _write_report(setup, store, predictor, print_line)
+        lines = [*filter(None, verdict_lines(facts, store.records(), store.job, store.hardware))]
         lines += [_end_line(found)] if facts.trials else []  # otherwise the verdict is the reason why no trial ran
-        raise NothingFits("\n".join(filter(None, [*lines, *where])))
-    return RunSummary(
+    summary = RunSummary(
         store.name,
         setup.folder,
         found.winner,
@@ -457,6 +459,9 @@ def _summary(
         lines,
         found.used_seconds,
     )
+    if found.winner is None and not found.interrupted:
+        raise NothingFits("\n".join([*lines, *(f"wrote {path}" for path in files)]), summary.to_json())
+    return summary
 
 
 def _end_line(found: SearchSummary) -> str:

@@ -29,8 +29,7 @@ class StopReason(Enum):
     `StudyStore.update_call` (`search/study.py`) stores the sentence as `Call.ended` (`search/trials.py`):
 
     - `autotune run` prints it with the counts of the call's trials (`_summary` in `commands/run.py`), with or without a
-      winner. If no trial ran, `no_winner_lines` (`results/console.py`) says why. `run --json` has it as `ended`. Without a
-      winner it emits no JSON, unless the user stopped the call.
+      winner. If no trial ran, `no_winner_lines` (`results/console.py`) says why. `run --json` has it as `ended`.
     - `autotune show` prints the sentence of the last call, and `show --json` has it as `stop_reason`.
     - The HTML report lists the sentences of all calls (`results/report/build.py`).
 

@@ -1,5 +1,6 @@
 """A call of `autotune run` without a winner says why it stopped."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def test_a_call_without_a_winner_ends_with_its_trials_and_its_reason(
     (last,) = (line for line in err.splitlines() if reason in line)
     count = 2 if options else rows
     assert last.startswith(f"{count} trials ({count} ok) in ")
+    code, out, _ = call(monkeypatch, capsys, *RUN, *options, "--json", "--study", "j")
+    assert code == 3
+    told = json.loads(out)
+    assert (told["winner"], told["verified"], told["ended"]) == (None, False, reason)
+    assert last.partition(" in ")[0] in told["lines"][-1]
 
 
 def test_a_call_that_is_stopped_without_a_winner_says_so(
@@ -61,3 +67,20 @@ def test_a_call_that_is_stopped_without_a_winner_says_so(
     assert last.startswith("1 trial (1 ok) in ")
     assert last.endswith("; interrupted")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_stops_at_once_and_says_that_trials_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    too_large(tmp_path / "t.csv.gz")
+
+    def interrupted(self: ReplaySession, *words: Any) -> Outcome:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one has ended it")
+
+    monkeypatch.setattr(ReplaySession, "measure", interrupted)
+    code, _, err = call(monkeypatch, capsys, *RUN)
+    assert code == 130
+    assert err.splitlines()[-1] == "autotune: stopped at once; measured trials are kept, and the same command goes on"
