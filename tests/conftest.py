@@ -216,7 +216,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Pytest looks for what cycles of the last tests would print; a collection takes a second, and there are three."""
+    """Freeze all objects: three collections follow, of a second each, only for messages of objects in cycles."""
     gc.freeze()
 
 
@@ -390,7 +390,7 @@ def traces_of_this_run(shared_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_look_at_optunas_migrations() -> Iterator[None]:
-    """Optuna reads all its migrations whenever a database is opened, to know the newest: 40 ms, hundreds of times."""
+    """Read the newest of Optuna's migrations once a process. Optuna reads them all whenever it opens a database: 40 ms."""
     manager = getattr(importlib.import_module("optuna.storages._rdb.storage"), "_VersionManager", None)
     if manager is None:  # in another version of Optuna, whose tests take longer
         yield

@@ -4,9 +4,9 @@ Run as `python -m autotune.rank.train_rank ADDRESS NUMBER`, or `become` in a chi
 uses cold starts only.
 
 This process is the user's training. `TrainRank.run` installs the hooks (`rank/hooks/`), then runs the script. A
-training that the user starts without `launch` contains no code of this package, except for what the script itself calls:
-`StudyCallback` (`recovery/trainer_callback.py`), which imports the search and its packages, or `use_chunked_loss`
-(`rank/model_builder.py`), if the winner has a chunked loss.
+training that the user starts without `launch` contains only code of this package that the script itself calls.
+`StudyCallback` (`recovery/trainer_callback.py`) imports the search and its packages. A winner with a chunked loss needs
+`use_chunked_loss` (`rank/model_builder.py`).
 """
 
 from __future__ import annotations

@@ -480,7 +480,7 @@ def _bucket_bytes(candidate: Candidate, job: Job) -> int:
     return round(float(reduce_bucket_bytes(columns_of([candidate], job), job.element_bytes)[0]))
 
 
-UNVERIFIED = "  not verified: the budget or the call ended first; run again to verify it"
+_UNVERIFIED = "  not verified: the budget or the call ended first; run again to verify it"
 
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
@@ -523,7 +523,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
         lines.append(f"  {other}")
     lines += [f"  your training must {line}" for line in needs_of_loss(job_with_candidate(job, record.candidate))]
     lines += [f"  it {line}" for line in lossy_settings(record.candidate, job)]
-    return [*lines, *([] if record.role == VERIFY else [UNVERIFIED])]
+    return [*lines, *([] if record.role == VERIFY else [_UNVERIFIED])]
 
 
 def _per_rank(measured: Measurement, job: Job, hardware: Hardware) -> str:

@@ -651,9 +651,8 @@ class PlanTable:
             table.add_column(name, justify=justify, no_wrap=name != folded, overflow="fold")
         for cells, kind in self.rows:
             table.add_row(*cells, style=styles.get(kind, ""))
-        if not folded and out.measure(table, options=out.options.update(width=_UNBOUNDED)).maximum > min(
-            WIDTH, out.width
-        ):
+        whole = out.measure(table, options=out.options.update(width=_UNBOUNDED)).maximum
+        if whole > _width(out) and not folded:
             for column in table.columns:  # otherwise rich cuts cells off
                 column.no_wrap = False
         _put(out, table)
@@ -825,8 +824,12 @@ def token_speed(one: Prediction, job: Job) -> str:
     return f"{_tokens(one, job)} tokens/s"
 
 
+def _width(out: Console) -> int:
+    return min(WIDTH, out.width)
+
+
 def _put(out: Console, what: Table | Text) -> None:
-    out.print(what, highlight=False, width=min(WIDTH, out.width), overflow="fold")
+    out.print(what, highlight=False, width=_width(out), overflow="fold")
 
 
 def rate(number: float) -> str:

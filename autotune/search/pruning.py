@@ -119,8 +119,8 @@ class CandidatePool:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude other candidates by its outcome, which is never an interrupted one.
 
-        `downgrade_first_failure` (`search/tuner.py`) turns the first host OOM beside another trial into an interrupted
-        outcome, and the candidate is retried alone.
+        `downgrade_first_failure` (`search/tuner.py`) marks the first host OOM beside another trial as interrupted. Its
+        candidate is retried alone.
         """
         self.close(candidate)
         if outcome.kind is OutcomeKind.OK:
