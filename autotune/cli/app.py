@@ -31,6 +31,7 @@ from autotune.cli.options import (
     typed_command,
 )
 from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
+from autotune.commands.removed import removed
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
 from autotune.masking import learn_environment
@@ -219,7 +220,8 @@ def _call(logs: ExitStack) -> None:
         if hasattr(error, "format_message"):  # click's usage errors
             context = getattr(error, "ctx", None)
             helped = context.command_path if context is not None else " ".join(["autotune", *sys.argv[1:2]])
-            fail(f"{error.format_message()} (`{helped} --help`)", ExitCode.BAD_INPUT)
+            gone = removed(getattr(error, "option_name", None) or "")
+            fail(f"{gone or error.format_message()} (`{helped} --help`)", ExitCode.BAD_INPUT)
         fail(*database_failure(error))
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from autotune.commands.removed import removed
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
 from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
@@ -164,6 +165,13 @@ class Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; without any, those of `--help`."""
         return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names, and its arguments. A removed command raises UserError."""
+        gone = removed(args[0]) if self.get_command(ctx, args[0]) is None else None
+        if gone is not None:
+            raise UserError(f"{gone} (`{ctx.command_path} --help`)")
+        return super().resolve_command(ctx, args)
 
 
 def examples(*commands: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from autotune.commands.removed import removed
 from autotune.commands.request import COMMANDS, Parameter, Request, check_value, convert, flag_of, parameters
 from autotune.errors import UserError, did_you_mean
 from autotune.masking import MASK, learn_data, masked_data
@@ -66,7 +67,8 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
         if name in others:
             unused.append(name)
         elif name not in known:
-            raise UserError(f"{where}: unknown option {_kind(key)}{_meant(str(key.value), known)}")
+            problem = removed(f"--{name}") or f"unknown option {_kind(key)}{_meant(str(key.value), known)}"
+            raise UserError(f"{where}: {problem}")
         elif value.tag != "tag:yaml.org,2002:null":
             parameter = known[name]
             if parameter.name not in given:

@@ -1,0 +1,16 @@
+"""Options and commands of earlier versions, and what replaces them."""
+
+from __future__ import annotations
+
+# by flag or command: what to do instead, as the end of a message
+_REPLACEMENTS = {
+    "gallery": "every search starts from its own predictions",
+    "share": "send others runs/NAME/NAME.html of `autotune report NAME`",
+    "--no-gallery": "remove it; every search starts from its own predictions",
+}
+
+
+def removed(word: str) -> str | None:
+    """Return one line about a removed command or option, as typed; None if no earlier version had it."""
+    replacement = _REPLACEMENTS.get(word)
+    return f"{word} is gone: {replacement}" if replacement is not None else None
