@@ -330,19 +330,18 @@ def masked_data(data: Any, name: str = "") -> Any:
     return MASK if _is_long_number(data) and names_secret(name) else data
 
 
-def shell_text(words: Iterable[str], variables: dict[str, tuple[str, str]], prefix: str = "") -> str:
+def shell_text(words: Iterable[str], variables: dict[str, tuple[str, str]]) -> str:
     """Return words in shell syntax, with each secret replaced by a variable that has to be set.
 
     Args:
         variables: receives (purpose, secret) by the variable's name.
-        prefix: start of the variables' names.
     """
     text, words = [], list(words)
     for before, word, (kept, name, value) in zip(["", *words], words, secret_parts(words), strict=False):
         if value is None:
             text.append(shlex.quote(word))
             continue
-        variable = prefix + re.sub(r"\W", "_", name or f"SECRET_{len(variables)}").upper().strip("_")
+        variable = re.sub(r"\W", "_", name or f"SECRET_{len(variables)}").upper().strip("_")
         while variable in variables and variables[variable][1] != value:
             variable += "_"
         variables[variable] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,14 +24,13 @@ from autotune.cli.options import (
     fail,
     line_printer,
     option,
-    print_line,
     question_asker,
     takes_request,
     typed_command,
 )
 from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.removed import removed
-from autotune.commands.request import STORAGE_VARIABLE, Request
+from autotune.commands.request import Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
 from autotune.masking import learn_environment
 from autotune.util.streams import lasting_streams
@@ -67,23 +65,7 @@ def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
     shown = begin("reading the job, the machine and the search space", request.as_json or request.quiet)
     request = dataclasses.replace(request, command=typed_command())
-    if request.executor == "slurm":
-        _in_one_job(request)
     _tune(request, shown)
-
-
-def _in_one_job(request: Request) -> None:
-    """Outside of a Slurm allocation, run this command in one and exit with its code."""
-    from autotune.commands.slurm_submit import options_of, submit, words_without_password
-    from autotune.executors.cluster.transports import in_allocation
-
-    if in_allocation():
-        return
-    if request.storage:
-        os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
-    words = words_without_password(sys.argv[1:])
-    needs = [STORAGE_VARIABLE] if request.storage else []
-    raise typer.Exit(submit(words, options_of(request), request.runs / "slurm", print_line, needs=needs))
 
 
 def _tune(request: Request, shown: Console) -> None:

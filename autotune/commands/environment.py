@@ -327,7 +327,9 @@ def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
 def _allocated(gpus: int | None) -> tuple[list[Host], str]:
     """Return the hosts of Slurm's allocation, and a name for them."""
     if not in_allocation():
-        raise UserError("--executor slurm: this process is in no allocation. `autotune run` requests one.")
+        raise UserError(
+            "--executor slurm: this process is in no allocation. Call autotune in a batch script (sbatch) or in salloc."
+        )
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+_SBATCH = "submit a batch script that calls `autotune run --executor slurm`, with this as an #SBATCH line"
+
 # by flag or command: what to do instead, as the end of a message
 _REPLACEMENTS = {
     "gallery": "every search starts from its own predictions",
     "share": "send others runs/NAME/NAME.html of `autotune report NAME`",
     "--no-gallery": "remove it; every search starts from its own predictions",
+    "--partition": _SBATCH,
+    "--account": _SBATCH,
+    "--time": _SBATCH,
+    "--slurm": _SBATCH,
 }
 
 

@@ -432,39 +432,6 @@ class Request:
         flags=("--export",),
         metavar="VARIABLE",
     )
-    partition: str | None = _option(
-        None,
-        "Slurm partition, with --executor slurm outside an allocation.",
-        Panel.NODES,
-        "run",
-        in_python=False,
-        metavar="NAME",
-    )
-    account: str | None = _option(
-        None,
-        "Slurm account, with --executor slurm outside an allocation.",
-        Panel.NODES,
-        "run",
-        in_python=False,
-        metavar="NAME",
-    )
-    time: str | None = _option(
-        None,
-        "Time limit of the Slurm allocation, in the format of sbatch.",
-        Panel.NODES,
-        "run",
-        in_python=False,
-        metavar="TIME",
-    )
-    slurm: list[str] = _option(
-        list,
-        "KEY=VALUE: another option for sbatch; repeatable.",
-        Panel.NODES,
-        "run",
-        in_python=False,
-        metavar="KEY=VALUE",
-    )
-
     # -- output
     out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
     track: list[str] = _option(

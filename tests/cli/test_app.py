@@ -241,3 +241,16 @@ def test_the_tuner_has_one_blas_thread_which_its_children_do_not_inherit(chosen:
     done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
     threads = min(int(chosen), len(os.sched_getaffinity(0))) if chosen else 1
     assert done.stdout.strip() == f"{threads} {chosen}"
+
+
+@pytest.mark.parametrize("option", ["--partition", "--account", "--time", "--slurm"])
+def test_a_removed_option_names_its_replacement(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"{option.lstrip('-')}: x\n")
+    for words in ([option, "x"], [f"{option}=x"], [str(job)]):
+        code, out, err = call(monkeypatch, capsys, "run", *words)
+        assert (code, out) == (2, "")
+        assert f"{option} is gone: submit a batch script" in err
+        assert err.count("\n") == 1

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.slurm_submit import words_without_password
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH, VERIFY
@@ -123,13 +122,3 @@ def test_a_server_that_refuses_is_one_line(
     assert "Traceback" not in err
     assert "s3cret" not in out + err
     assert not (tmp_path / "runs").exists(), "nothing is left behind"
-
-
-def test_a_job_of_slurms_has_no_password_in_its_file() -> None:
-    url = "postgresql://joe:s3cret@host/db"
-    script = ["--", "train.py", "--storage", url]
-    words = ["run", "--storage", url, "--gpus", "2", *script]
-    assert words_without_password(words) == ["run", "--gpus", "2", *script]
-    assert words_without_password(["run", f"--storage={url}"]) == ["run"]
-    kept = ["run", "--storage", "journal:a.journal"]
-    assert words_without_password(kept) == kept

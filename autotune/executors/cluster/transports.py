@@ -197,7 +197,7 @@ def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.e
     if left is not None and left < budget_seconds:
         raise UserError(
             f"the allocation ends in {format_duration(max(0.0, left))}, before a budget of {format_duration(budget_seconds)}: "
-            "give a smaller --budget, or a longer --time"
+            "give a smaller --budget, or ask Slurm for a longer time"
         )
 
 

@@ -1,8 +1,6 @@
-"""Slurm: what sbatch is told, what its answers become, and a real one of two nodes."""
+"""Slurm: nodes and time of an allocation, and a real Slurm of two nodes."""
 
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,8 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.commands.request import Request
-from autotune.commands.slurm_submit import _follow, batch_script, limit_seconds, options_of
 from autotune.errors import UserError
 from autotune.executors.cluster import transports
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
@@ -32,140 +28,15 @@ from autotune.problem.outcome import OutcomeKind, Source
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
-from tests.cli_call import call
 from tests.conftest import wait_until
 from tests.executors.cluster.hosts import only_tests
 from tests.executors.cluster.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
+EXAMPLE = str(PACKAGE.parent / "examples" / "slurm" / "nodes.sbatch")
 HOUR = 3600.0
 SENT = NodeRequirements(
     "cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune"))
 )  # to nodes that have not the package
-
-
-def test_what_sbatch_is_told() -> None:
-    more = ["gres=gpu:8", "--exclusive"]
-    found = options_of(Request(nodes=4, gpus=8, partition="long", account="me", time="2:00:00", slurm=more))
-    assert found[:2] == ["--nodes=4", "--ntasks-per-node=1"]
-    assert {
-        "--gpus-per-node=8",
-        "--partition=long",
-        "--account=me",
-        "--time=2:00:00",
-        "--gres=gpu:8",
-        "--exclusive",
-    } < set(found)
-    assert "--gpus-per-node=2" not in options_of(Request(gpus=2, device="cpu"))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nodes=3", "autotune sets this option"),
-        ("wrap=reboot", "autotune sets this option"),
-        ("export=NONE", "autotune sets this option"),
-        ("a b", "expected KEY=VALUE"),
-        ("=", "expected"),
-    ],
-)
-def test_options_that_are_none(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        options_of(Request(slurm=[text]))
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("3", 180),
-        ("1:30", 90),
-        ("2:00:00", 7200),
-        ("1-2", 93600),
-        ("1-2:3", 93780),
-        ("1-2:3:4", 93784),
-        ("0", 0),
-        *((none, None) for none in ("soon", "", "1:2:3:4", "-1", "1-", "infinite")),
-    ],
-)
-def test_time_limits_are_slurms(text: str, seconds: float | None) -> None:
-    assert limit_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("limit", ["1", "2", "1:30", "0-0:2"])
-def test_a_time_limit_in_which_nothing_can_be_done(limit: str) -> None:
-    with pytest.raises(
-        UserError, match=f"--time {limit}: Slurm warns 90 s before the end, .*: give at least 3 minutes"
-    ):
-        options_of(Request(time=limit))
-
-
-def test_a_job_that_was_ended_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = tmp_path / "code"
-    code.write_text("143\n")
-    with pytest.raises(UserError, match=r"job 7 was stopped before it began\. Give it a longer --time"):
-        _follow("7", tmp_path / "log", code, pytest.fail)
-
-
-def test_the_batch_script_passes_the_warning_on_and_keeps_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A command that ends by itself some time after SIGTERM, as `run` does."""
-    stand_in, code, up = tmp_path / "python", tmp_path / "a code", tmp_path / "up"
-    stand_in.write_text(
-        "#!/usr/bin/env python3\nimport signal, sys, time\n"
-        "def end(*_):\n    time.sleep(0.5)\n    sys.exit(130)\n"
-        f"signal.signal(signal.SIGTERM, end)\nopen({str(up)!r}, 'w').write(' '.join(sys.argv[2:]))\ntime.sleep(60)\n"
-    )
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stand_in))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job").write_text(batch_script(["run", "--study", "it's"], code))
-    job = subprocess.Popen(["bash", str(tmp_path / "job")])
-    wait_until(up.exists, "the command")
-    wait_until(lambda: up.read_text() == "run --study it's", "its words")
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=60) == 130
-    assert code.read_text() == "130\n"
-
-
-def test_a_job_without_the_storage_that_it_was_promised_ends_before_it_begins(tmp_path: Path) -> None:
-    (tmp_path / "job").write_text(batch_script(["run"], tmp_path / "code", ["AUTOTUNE_STORAGE"]))
-    bare = {key: value for key, value in os.environ.items() if key != "AUTOTUNE_STORAGE"}
-    job = subprocess.run(["bash", str(tmp_path / "job")], env=bare, capture_output=True, text=True, check=False)
-    assert (job.returncode, (tmp_path / "code").read_text()) == (2, "2\n")
-    assert job.stderr.startswith("autotune: Slurm has not handed AUTOTUNE_STORAGE on")
-    assert job.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("typed", [[], ["--storage", "postgresql://joe:typed@host/db"]])
-def test_the_storage_goes_with_the_job_and_not_into_its_file(
-    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """However it was said: the job would tune alone without it."""
-    seen: list[tuple[str, ...]] = []
-
-    def sbatch(*words: str) -> str:
-        if words[0] != "sbatch":
-            return ""
-        seen.append(words)
-        environments.append(os.environ.get("AUTOTUNE_STORAGE"))
-        Path(words[-1]).with_suffix(".code").write_text("0\n")
-        return "7\n"
-
-    environments: list[str | None] = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.commands.slurm_submit.slurm_output", sbatch)
-    monkeypatch.setenv("AUTOTUNE_STORAGE", "postgresql://joe:exported@host/db")
-    monkeypatch.setenv("SBATCH_EXPORT", "NONE")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    code, _, err = call(
-        monkeypatch, capsys, "run", "--model", "tiny-gemma-2", "--executor", "slurm", "--gpus", "1", *typed
-    )
-    assert code == 0, err
-    assert environments == [typed[-1] if typed else "postgresql://joe:exported@host/db"]
-    assert "--export=ALL" in seen[0]
-    script = Path(seen[0][-1]).read_text()
-    assert "AUTOTUNE_STORAGE" in script, "it looks whether it is there"
-    assert "joe" not in script
 
 
 def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,52 +129,25 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--partition", "none"], "--executor slurm: error: .*partition"),
-        (["--nodes", "5"], r"--executor slurm: the job can never start \(PartitionConfig\). Request fewer nodes"),
-        (["--time", "soon"], "--executor slurm: error: .*time"),
-    ],
-)
-def test_a_job_that_slurm_refuses(real: Slurm, tmp_path: Path, options: list[str], said: str) -> None:
-    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--executor", "slurm", *options]
-    done = autotune(words, tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert re.search(said, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
-    assert not real.call("squeue", "-h").stdout
+def test_the_example_tunes_all_nodes_of_its_job(real: Slurm, tmp_path: Path) -> None:
+    """Submitted with options that fit this Slurm; a second job that is shorter than the budget is refused."""
+    (tmp_path / "autotune").symlink_to(Path(sys.executable).parent / "autotune")
+    options = "--model tiny-llama --device cpu --gpus 1 --seq-len 32 --global-batch-size 4 --max-trials 1 --yes"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB": options, "STUDY": "slurmed", "BUDGET": "200s"}
+    variables["OMP_NUM_THREADS"] = "1"
 
+    def submit(limit: str) -> tuple[int, str]:
+        words = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", f"--time={limit}", "--output=job.log", EXAMPLE]
+        done = subprocess.run(
+            ["sbatch", "--wait", *words], cwd=tmp_path, env={**os.environ, **variables}, timeout=600, check=False
+        )
+        return done.returncode, (tmp_path / "job.log").read_text()
 
-@pytest.mark.slow
-def test_one_allocation_for_the_whole_call(real: Slurm, tmp_path: Path) -> None:
-    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--executor", "slurm", "--nodes", "2"]
-    words += [
-        "--seq-len",
-        "32",
-        "--global-batch-size",
-        "4",
-        "--budget",
-        "200s",
-        "--max-trials",
-        "1",
-        "--study",
-        "slurmed",
-    ]
-    words += ["--yes"]
-    done = autotune(words, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2 nodes" in done.stdout
+    code, log = submit("10")
+    assert code == 0, log
+    assert "on 2 nodes" in log
     assert (tmp_path / "runs" / "slurmed" / "slurmed.json").exists()
     wait_until(lambda: not real.processes(), "the end of all that was started")
-    # longer than Slurm's warning before the limit, which else comes with the start
-    short = autotune([*words, "--time", "3"], tmp_path)
-    assert short.returncode == 2, short.stdout + short.stderr
-    assert "before a budget of" in short.stdout + short.stderr
-
-
-def autotune(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "autotune", *words], cwd=cwd, capture_output=True, text=True, timeout=600, env=env
-    )
+    code, log = submit("3")
+    assert code == 2, log
+    assert "before a budget of" in log
