@@ -188,6 +188,21 @@ def main() -> None:
         _call(logs)
 
 
+_LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "python", "python3", "-m")
+
+
+def _script_before(unknown: str) -> str:
+    """Return the word that starts a training's command before the unknown option of `run` or `launch`, or is it; else empty."""
+    if not unknown or sys.argv[1] not in ("run", "launch"):
+        return ""
+    for word in sys.argv[2:]:
+        if word in _LAUNCHERS or word.endswith(".py"):
+            return word
+        if word == "--" or word.partition("=")[0] == unknown:
+            return ""
+    return ""
+
+
 def _call(logs: ExitStack) -> None:
     try:
         code = parser()(standalone_mode=False, prog_name="autotune", obj=logs)
@@ -202,7 +217,11 @@ def _call(logs: ExitStack) -> None:
         if hasattr(error, "format_message"):  # click's usage errors
             context = getattr(error, "ctx", None)
             helped = context.command_path if context is not None else " ".join(["autotune", *sys.argv[1:2]])
-            gone = removed(getattr(error, "option_name", None) or "")
+            unknown = getattr(error, "option_name", None) or ""
+            script = _script_before(unknown)
+            if script:
+                fail(f"No such option: {unknown}. Put `--` before {script}.", ExitCode.BAD_INPUT)
+            gone = removed(unknown)
             fail(f"{gone or error.format_message()} (`{helped} --help`)", ExitCode.BAD_INPUT)
         fail(*database_failure(error))
 

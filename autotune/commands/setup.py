@@ -20,7 +20,7 @@ from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
-from autotune.problem.ds_config import check_whole_model, global_batch_of, load_ds_config
+from autotune.problem.ds_config import check_whole_model, global_batch_of, ignored_keys, load_ds_config
 from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
@@ -166,11 +166,13 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         if typed is not None:
             job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
             configs = [_own_config(path, interpreter, "the DeepSpeed config") for path in named_configs(typed.script)]
-            said = warnings(facts_of(configs[0]), installed_deepspeed(interpreter)) if len(configs) == 1 else []
+            said = [line for config in configs for line in ignored_keys(config)]
+            if len(configs) == 1:
+                said += warnings(facts_of(configs[0]), installed_deepspeed(interpreter))
             candidates, notes = first_candidates(typed.script), own_variables_note(typed)
         else:
             job, space, notes = _tuned_model(request, space, hardware, interpreter)
-            said = warnings(own_facts(job), installed_deepspeed(interpreter))
+            said = [*ignored_keys(job.base_config), *warnings(own_facts(job), installed_deepspeed(interpreter))]
             candidates = space.candidates(job)
     asked_batch = FREE if request.global_batch_size == FREE else batch
     name = request.study or study_name(job, hardware, asked_batch)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError
+from autotune.errors import UserError, did_you_mean
 from autotune.problem.job import counted_ranks, sequence_ranks
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
 from autotune.util.bounds import bounded_bytes, check_data, read_text
+from autotune.util.files import shipped_json
 
 # -- DeepSpeed config files --------------------------------------------------------------------------------------------
 #
@@ -109,12 +110,11 @@ _MISSING = object()
 # Sections that DeepSpeed reads as objects (0.19.8, runtime/config.py and its callees); these may also be null.
 _NULLABLE = (
     *(ZERO + name for name in ("offload_optimizer", "offload_param", "zenflow")),
-    "optimizer.params",
-    "scheduler.params",
+    *("optimizer.params", "scheduler.params", "bf16", "aio"),
 )
 _SECTIONS = (
-    *("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"),
-    *("compile", "checkpoint", "activation_checkpointing", "aio", "elasticity", "autotuning", "eigenvalue"),
+    *("zero_optimization", "optimizer", "scheduler", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"),
+    *("compile", "checkpoint", "activation_checkpointing", "elasticity", "autotuning", "eigenvalue"),
     *("tensor_parallel", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
     *_NULLABLE,
 )
@@ -145,6 +145,8 @@ def load_ds_config(path: Path, named_by: str = "--ds-config") -> dict[str, Any]:
     text = read_text(path, f"{named_by} {path}", "expected a DeepSpeed config JSON")
     if not text.strip():
         raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for the defaults")
+    if path.suffix in (".yaml", ".yml") and not text.lstrip().startswith("{"):
+        raise UserError(f"{path}: DeepSpeed reads JSON, and this file is YAML. Write the config as JSON.")
     try:
         data = parsed_config(text, _once)
         check_data(data, str(path))
@@ -154,9 +156,10 @@ def load_ds_config(path: Path, named_by: str = "--ds-config") -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({str(error)[:100]})") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a JSON object with DeepSpeed's keys, found {type(data).__name__}")
+    data = in_new_names(data)
     for key, trouble in _troubles(data):
         raise UserError(f"{path}: {key}: {trouble}")
-    return in_new_names(data)
+    return data
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -194,6 +197,41 @@ def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in _leaves(data, ()):
         if isinstance(value, float) and not math.isfinite(value):
             yield key, f"expected a finite number, found {value!r}"
+    for key, meant in _misspelt(data):
+        if not _is_ignored(key):
+            yield key, f"DeepSpeed has no such key{meant}"
+    on = {SIXTEEN_BITS[name] for name, enabled in sixteen_bits_enabled(data).items() if enabled is True}
+    if len(on) > 1:
+        yield "fp16", "bf16 and fp16 are both enabled, which DeepSpeed refuses. Disable one of them."
+
+
+_LIKE = 0.75  # least similarity of a misspelt key to the key that was meant
+
+
+def ignored_keys(config: dict[str, Any]) -> list[str]:
+    """Return a line for each key of a config that DeepSpeed ignores, and that is spelt like one that it reads."""
+    return [
+        f"warning: DeepSpeed ignores {key} in your config{meant}"
+        for key, meant in _misspelt(config)
+        if _is_ignored(key)
+    ]
+
+
+def _is_ignored(key: str) -> bool:
+    """Return True if DeepSpeed ignores an unknown key here. Its other sections refuse unknown keys."""
+    return "." not in key or key.startswith("data_types.")
+
+
+def _misspelt(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, "; did you mean …?") for every unknown key that is spelt like a known one."""
+    keys = shipped_json("deepspeed_keys.json")
+    sections = {"zero_optimization": keys["zero_optimization"], **keys["sections"]}
+    top = {*keys["top_level"], *_SECTIONS, BATCH, MICRO_BATCH, ACCUMULATION}
+    for section, known in {"": top, **sections}.items():
+        found = value_at(config, section.split("."), {}) if section else config
+        for key in found.keys() - set(known) if isinstance(found, dict) else ():
+            if meant := did_you_mean(key, known, _LIKE):
+                yield f"{section}.{key}".lstrip("."), meant
 
 
 def value_at(data: Any, keys: Sequence[str], default: Any = None) -> Any:

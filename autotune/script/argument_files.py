@@ -27,7 +27,7 @@ NAMES = {
 CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face's arguments that name the config's file
 # One of these at the top makes a JSON object a DeepSpeed config.
 DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
-_CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
+CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
 # Keys of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them; multiples of the
 # knob that such a flag takes, if not 1 (a batch over all ranks); values of flags for the samples of a whole step.
 FOUND, TIMES, PRODUCTS = "found_flags", "flag_times", "product_flags"
@@ -201,7 +201,7 @@ def is_ds_config(path: Path) -> bool:
 
     A file above MOST_BYTES is not read: every rank calls this, and reading a data set would cost seconds and gigabytes.
     """
-    if path.suffix not in _CONFIG_SUFFIXES or not os.path.isfile(path):  # `os.path.isfile` accepts a text of any length
+    if path.suffix not in CONFIG_SUFFIXES or not os.path.isfile(path):  # `os.path.isfile` accepts a text of any length
         return False
     try:
         if path.stat().st_size > MOST_BYTES:

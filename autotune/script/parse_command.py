@@ -17,7 +17,7 @@ from autotune.problem.job import ArgumentFile, Script, script_text
 from autotune.script.argument_files import is_ds_config, launcher_data
 from autotune.script.argument_writer import argument_files, read_file
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
-from autotune.script.script import KNOWN_FLAGS
+from autotune.script.script import KNOWN_FLAGS, check_configs_exist
 from autotune.util.bounds import MOST_RANKS, whole_number
 from autotune.util.interpreter import OWN, Interpreter, console_script
 
@@ -84,7 +84,7 @@ def make_script(
     named = [flag for _, flag in flags if not flag.startswith("-")]
     files = (*argument_files(argv, cwd, named=named), *_launcher_files(line))
     beside = str(ds_config.resolve()) if ds_config is not None else launchers_config(line, files, str(cwd))
-    return Script(
+    script = Script(
         argv,
         str(cwd),
         (*flags, *_known_names(argv, {knob for knob, _ in flags})),
@@ -95,6 +95,8 @@ def make_script(
         program=str(program) if program is not None else None,
         files=files,
     )
+    check_configs_exist(script)
+    return script
 
 
 def _target(line: CommandLine, interpreter: Interpreter) -> tuple[tuple[str, ...], Path | None]:

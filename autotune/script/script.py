@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.problem.ds_config import read_config
 from autotune.problem.job import Script, script_text, under_lightning
 from autotune.script.argument_files import (
     CONFIG_FLAG,
+    CONFIG_SUFFIXES,
     PRODUCTS,
     argument_names,
     can_set_knob,
@@ -303,14 +305,29 @@ def named_configs(script: Script) -> list[Path]:
     """Return the DeepSpeed config files that the command names: by content, or by one of DeepSpeed's own flags."""
     path = config_path(script)
     found = [path] if path is not None else []
-    words = [*script.argv, *script.launcher]
-    for at, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        value = value if equals else next(iter(words[at + 1 : at + 2]), "")
-        if flag in _CONFIG_FLAGS and os.path.isfile(Path(script.cwd, value)):
-            found.append(Path(script.cwd, value))
+    found += [path for name in _flagged_configs(script) if os.path.isfile(path := Path(script.cwd, name))]
     found += [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.get("config"))]
     return list(dict.fromkeys(path.resolve() for path in found))
+
+
+def check_configs_exist(script: Script) -> None:
+    """Check that the DeepSpeed config files exist that the command names by one of DeepSpeed's own flags.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    for name in _flagged_configs(script):
+        if name.endswith(CONFIG_SUFFIXES) and not Path(script.cwd, name).exists():
+            raise UserError(f"{name}: no such file; expected the DeepSpeed config")
+
+
+def _flagged_configs(script: Script) -> Iterator[str]:
+    """Yield the values of DeepSpeed's own flags that name a config."""
+    words = [*script.argv, *script.launcher]
+    for word, follows in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in _CONFIG_FLAGS:
+            yield value if equals else follows
 
 
 def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:

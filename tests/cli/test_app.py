@@ -56,6 +56,10 @@ FILES = {
         if os.geteuid()
         else ((*BASE, "--out", "/etc/passwd/x"), "there is no folder"),
         ((*BASE, "--out", "runs/s/study.db"), "is where a study is kept"),
+        ((*SCRIPT, "gone.json"), "gone.json: no such file; expected the DeepSpeed config"),
+        (("run", "--gpus", "2", "train.py", "--deepspeed", "ds.json"), "Put `--` before train.py."),
+        (("launch", "mine", "torchrun", "train.py", "--lr=3"), "No such option: --lr. Put `--` before torchrun."),
+        (("run", "--device", "cpu", "-m", "pkg.train", "--lr", "3"), "Put `--` before -m."),
         ((*BASE, "--study", "-neg"), "not starting with a dot or a hyphen"),
         ((*BASE, "--study", "two\nlines"), "expected a plain name"),
         ((*BASE, "--study", "share"), "Choose another name"),

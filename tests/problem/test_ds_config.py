@@ -9,7 +9,7 @@ import pytest
 from autotune.commands.setup import precision_of
 from autotune.errors import UserError
 from autotune.predict.zero_memory import optimizer_of_trials
-from autotune.problem.ds_config import global_batch_of, load_ds_config
+from autotune.problem.ds_config import global_batch_of, ignored_keys, load_ds_config
 from autotune.problem.hardware import named_hardware
 from autotune.problem.knobs import KNOBS
 from autotune.problem.outcome import Measurement
@@ -50,6 +50,9 @@ def loaded(tmp_path: Path, config: Any) -> dict[str, Any]:
         ("scheduler.params", [], "expected an object, found []"),
         ("bf16", True, "expected an object, found True"),
         ("fp16", None, "expected an object, found None"),
+        ("fp16.enable", True, "DeepSpeed has no such key; did you mean enabled?"),
+        ("zero_optimization.offload_optimizer.devise", "cpu", "DeepSpeed has no such key; did you mean device?"),
+        ("zero_optimization.stge", 2, "DeepSpeed has no such key; did you mean stage"),
         ("bf16.enabled", 1, "expected true or false, found 1"),
         ("bf16.enabled", "yes", "expected true or false, found 'yes'"),
         ("compile", True, "expected an object"),
@@ -94,6 +97,36 @@ def test_a_file_that_says_nothing_or_too_much(tmp_path: Path, text: str) -> None
         loaded(tmp_path, text)
 
 
+def test_zero_as_a_truth_value_is_stage_one_or_zero_as_in_deepspeed(tmp_path: Path) -> None:
+    assert loaded(tmp_path, {"zero_optimization": True})["zero_optimization"] == {"stage": 1}
+    assert loaded(tmp_path, {"zero_optimization": False})["zero_optimization"] == {"stage": 0}
+
+
+def test_bf16_and_fp16_together_are_refused_as_in_deepspeed(tmp_path: Path) -> None:
+    both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
+    with pytest.raises(UserError, match="bf16 and fp16 are both enabled, which DeepSpeed refuses"):
+        loaded(tmp_path, both)
+    assert loaded(tmp_path, {**both, "fp16": {"enabled": "auto"}})
+    assert loaded(tmp_path, {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}})
+
+
+def test_a_misspelt_key_that_deepspeed_ignores_is_named_with_the_known_one() -> None:
+    config = {"bp16": {"enabled": True}, "gradient_accumulation_step": 2, "train_iters": 3, "bf16": {"enable": True}}
+    assert sorted(ignored_keys(config)) == [
+        "warning: DeepSpeed ignores bp16 in your config; did you mean fp16 or bf16?",
+        "warning: DeepSpeed ignores gradient_accumulation_step in your config; did you mean gradient_accumulation_steps?",
+    ]
+
+
+@pytest.mark.parametrize("text", ["zero_optimization:\n  stage: 2\n", "# ours\ntrain_batch_size: 8\n"])
+def test_yaml_is_named_as_the_reason(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ds.yaml").write_text(text)
+    with pytest.raises(UserError, match="DeepSpeed reads JSON, and this file is YAML"):
+        load_ds_config(tmp_path / "ds.yaml")
+    (tmp_path / "ds.yaml").write_text('{"train_batch_size": 8}')
+    assert load_ds_config(tmp_path / "ds.yaml") == {"train_batch_size": 8}
+
+
 @pytest.mark.parametrize("text", ['{"a": {"seed": 1, "b": 2, "seed": 3}}', "{seed: 1, // as before\n seed: 1}"])
 def test_a_key_that_is_given_twice(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="'seed' is given twice, which DeepSpeed refuses"):
@@ -122,6 +155,7 @@ def test_any_value_of_a_knob_is_taken_or_refused(tmp_path: Path, value: Any) -> 
         {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "gradient_clipping": "auto", "seed": 1},
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}},
         {"zero_optimization": {"stage": 2.0, "reduce_bucket_size": 5e8, "sub_group_size": 1e12}},
+        {"bf16": None, "aio": None, "bp16": {"enabled": True}, "_comment": "ours"},
         {"communication_data_type": None, "data_types": {"grad_accum_dtype": "float32"}},
     ],
 )
