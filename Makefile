@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-every cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners gallery clean gpu-acceptance
+.PHONY: run test test-all test-every cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners clean gpu-acceptance
 
 # Where there is no GPU, DeepSpeed's CPU ops are built with the rest: the first trial that offloads would do it in the study's
 # time, and of three workers of the tests two would wait for the third.
@@ -133,10 +133,6 @@ planted: setup  # ten minutes; goes on where it was stopped
 
 winners: setup  # half an hour
 	$(BIN)/python benchmarks/training/winners.py --json benchmarks/results/winners.json
-
-gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
-	$(BIN)/python -m autotune.gallery.page
-	$(BIN)/python benchmarks/predict/card_rates.py
 
 mutants: setup
 	$(BIN)/python benchmarks/reliability/mutants.py --json benchmarks/results/mutants.json

@@ -35,7 +35,7 @@ _WORDS = re.compile(
     r"\b(anew|amid|upon|beside|meanwhile|whence|whoever|nobody|is of|are of|as it is|of (its|their) own)\b",
     re.IGNORECASE,
 )
-_GENERATED = re.compile(r"<!-- *(?:made|benchmark|gallery)\b.*?<!-- *end *-->|<!--.*?-->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- *(?:made|benchmark)\b.*?<!-- *end *-->|<!--.*?-->", re.DOTALL)
 _FENCED = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 # paragraph or list item, up to the next item, table or heading
 _BLOCK = re.compile(r"^(?!\s*$).*\n?(?:(?!\s*$| *(?:[-*+] |\d+[.)] |[|#])).*\n?)*", re.MULTILINE)

@@ -85,8 +85,6 @@ FULL: dict[str, list[str]] = {
     "proposer": ["search/proposer.py"],
     "first-step-cpu": ["trials/first_step.py"],
     "real-tables": ["search/real_tables.py"],
-    "gallery-starts": ["search/gallery_starts.py"],
-    "gallery-constants": ["predict/gallery_constants.py"],
     "report": ["search/report.py"],
     "storage": ["search/storage.py"],
     "trials-cpu": ["trials/trials.py"],
@@ -117,7 +115,6 @@ SMALL: dict[str, list[str]] = {
 PLACES = {name: HERE / "data" for name in FULL if name.startswith("live_tensors")}
 # Files that have no result here, and why.
 EXEMPT = {
-    "predict/gallery_entries.py": "writes gallery/entries, which tests check",
     "common.py": "imported: the command line, tables, JSON files",
     "trials/ranks.py": "imported: executor, supervisor, torchrun",
     "search/table_ranks.py": "started by real_tables.py: ranks of plain trainings",
@@ -151,7 +148,6 @@ EXEMPT = {
     "trials/timed.py": "started by inturn.py around a training script",
     "trials/train_plain.py": "started by ranks.py under torchrun",
     "search/deepspeed_train.py": "started by DeepSpeed's autotuner in gpu/deepspeed.py",
-    "predict/card_rates.py": "writes autotune/data/gallery_rates.json, which tests check",
     "predict/many_traces.py": "imported: traces for many jobs at once",
     "predict/caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",

@@ -1,4 +1,4 @@
-"""A study, a table, a gallery entry and a space of a stranger: each place that could name a program names one that leaves a mark."""
+"""A study, a table and a space of a stranger: each place that could name a program names one that leaves a mark."""
 
 from __future__ import annotations
 

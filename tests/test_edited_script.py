@@ -27,7 +27,7 @@ def test_an_edited_module_is_another_study(
     monkeypatch.chdir(tmp_path)
     for name, text in (("train.py", TRAIN), ("my_own_net.py", NET), ("ds.json", CONFIG), ("sp.yaml", SPACE)):
         Path(name).write_text(text)
-    words = ("run", "--device", "cpu", "--gpus", "1", "--budget", "5m", "--max-trials", "1", "--yes", "--no-gallery")
+    words = ("run", "--device", "cpu", "--gpus", "1", "--budget", "5m", "--max-trials", "1", "--yes")
     words = (*words, "--space", "sp.yaml")
     code, out, err = call(monkeypatch, capsys, *words, "--study", "s", "--", "train.py")
     assert code == 0, f"{out}\n{err}"

@@ -90,8 +90,6 @@ def test_what_is_in_wheel_and_source(dist: Path, wheel: Path) -> None:
     files = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
     assert {Path(name).suffix for name in files} >= {".py", ".json", ".j2"}
     spaces = {path.name for path in (ROOT / "search_spaces").glob("*.yaml")}
-    entries = {path.name for path in (ROOT / "gallery" / "entries").glob("*.json")}
-    assert {f"autotune/gallery_entries/{name}" for name in entries} <= packed
     assert {name for name in files if (ROOT / name).is_file()} - packed & given == set()
     assert {f"autotune/search_spaces/{name}" for name in spaces} <= packed
     assert {f"search_spaces/{name}" for name in spaces} | {"README.md", "LICENSE"} <= given
@@ -114,7 +112,6 @@ def test_in_one_environment(wheel: Path, user: Path, tmp_path: Path) -> None:
     autotune = Installed(tmp_path / "elsewhere", install_wheel(python, wheel))
     assert "tiny-gemma-2" in autotune("models")
     assert "low_memory" in autotune("spaces", "list")
-    assert "tiny-llama" in autotune("gallery", "list")
     plan = autotune("plan", "--model", "tiny-gemma-2", "--gpu", "rtx3090", "--space", "zero2")
     assert "not traced" not in plan
     found = json.loads(autotune(*RUN, "--model", "tiny-gemma-2", "--study", "s", "--json"))

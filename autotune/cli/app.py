@@ -28,7 +28,7 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
+from autotune.cli.study_commands import diff, export, record, report, show, spaces_app
 from autotune.commands.removed import removed
 from autotune.commands.request import Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
@@ -46,7 +46,6 @@ app = typer.Typer(
     help="Find the fastest DeepSpeed config that fits your GPUs, by measuring it.",
 )
 app.add_typer(spaces_app, name="spaces")
-app.add_typer(gallery_app, name="gallery")
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------
@@ -158,7 +157,6 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
     record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),
-    share: ("share mine", "share mine --out entry.json", "share mine --json"),
     models: ("models", "models --json", "plan --model gemma-2-2b --gpu h100"),
     doctor: ("doctor", "doctor --python ~/venv/bin/python", "doctor --nvme-path /scratch"),
 }

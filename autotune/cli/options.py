@@ -305,7 +305,7 @@ def _off(switch: str) -> str:
 
 
 def _off_flag(switch: str) -> str:
-    """Return the flag that turns off a switch: `--no-force`, and `--gallery` against `--no-gallery`."""
+    """Return the flag that turns off a switch: `--no-force`, and `--references` against `--no-references`."""
     name = flag_of(switch).removeprefix("--")
     return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 

@@ -1,4 +1,4 @@
-"""The commands show, diff, report, export, record, share, gallery and spaces."""
+"""The commands show, diff, report, export, record and spaces."""
 
 from __future__ import annotations
 
@@ -144,75 +144,6 @@ def record(
         emit({"table": str(table), "facts": str(about), "rows": count})
     else:
         print(f"wrote {table} ({counted(count, 'candidate')}) and {about}")
-
-
-# -- commands for the gallery ------------------------------------------------------------------------------------------
-
-gallery_app = typer.Typer(cls=Group, help="List and check results of other users.")
-
-
-@readable("the study")
-def share(
-    study: StudyArgument,
-    out: Annotated[
-        Path | None, option("File to write; default: share.json in the study's folder.", metavar="PATH")
-    ] = None,
-    storage: Storage = None,
-    as_json: Json = False,
-) -> None:
-    """Write a study as an anonymous file for the gallery: machine, model sizes, candidates and outcomes."""
-    from autotune.commands.study_output import share_study
-
-    shared = share_study(study, storage, out)
-    if as_json:
-        emit(shared.to_json())
-    else:
-        for line in shared.lines():
-            print(line)
-
-
-@gallery_app.command(
-    "list", cls=Command, epilog=examples("gallery list", "gallery list --json", "run --model gemma-2-2b --no-gallery")
-)
-def gallery_list(as_json: Json = False) -> None:
-    """List the best candidate of each entry in this version."""
-    from autotune.gallery.page import rows
-
-    found = rows()
-    if as_json:
-        emit(found)
-        return
-    from autotune.results.tables import DataTable
-
-    table = DataTable("model", "on", "tokens", "trains", "fastest config", box=None)
-    table.add_column("tokens/s", justify="right")
-    for row in found:
-        table.add_row(
-            *(str(row[key]) for key in ("model", "machine", "seq_len", "trained", "config", "tokens_per_second"))
-        )
-    console().print(table)
-
-
-@gallery_app.command(
-    "check",
-    cls=Command,
-    epilog=examples(
-        "gallery check share.json", "gallery check gallery/entries/*.json", "gallery check share.json --json"
-    ),
-)
-def gallery_check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Entries written by `autotune share`.")],
-    as_json: Json = False,
-) -> None:
-    """Check the format and the plausibility of entries, as the tests of the gallery do."""
-    from autotune.gallery.warm_start import checked
-
-    found = {path: len(checked(path).candidates) for path in files}
-    if as_json:
-        emit({str(path): count for path, count in found.items()})
-        return
-    for path, count in found.items():
-        print(f"{path}: a valid entry with {counted(count, 'candidate')}")
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------

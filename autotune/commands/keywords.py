@@ -66,7 +66,6 @@ class RunOptions(_RunPlanLaunchOptions, _RunLaunchOptions, _RunPlanOptions, tota
     force: bool | None
     isolation: str | float | PurePath | None
     max_trials: int | None
-    no_gallery: bool | None
     no_references: bool | None
     out: str | PurePath | None
     parallel: int | None

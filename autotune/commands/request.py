@@ -344,7 +344,6 @@ class Request:
         launch=Variant(f"{_ON_MACHINES}."),
     )
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
-    no_gallery: bool = _option(False, "Do not start from the results of the gallery.", Panel.SEARCH, "run")
     no_references: bool = _option(
         False, "Do not measure DDP and FSDP2 without DeepSpeed for comparison.", Panel.SEARCH, "run"
     )

@@ -29,7 +29,6 @@ from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
 from autotune.executors.machine import Slot, protection_of
 from autotune.executors.replay import ReplayExecutor
-from autotune.gallery.warm_start import rates_for, shipped_entries, start_from
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -49,7 +48,7 @@ from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
 from autotune.search.leaderboard import Leaderboard
-from autotune.search.proposer import Proposer, Start
+from autotune.search.proposer import Proposer
 from autotune.search.storage import (
     StorageFailures,
     default_storage,
@@ -196,7 +195,6 @@ def _run(
                 "command": setup.request.command,
             }
             tracking.begin(store.name, work, about, partial(_predicted_figures, predictor))
-            begin_with_rates(setup, store, predictor, observer.print_line)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"wider predictions: {note}" for note in predictor.notes()]
             for line in [*left_out, *wider]:
@@ -385,7 +383,6 @@ def _search(
         tolerance=setup.tolerance,
         exhaustive=setup.request.exhaustive,
     )
-    begin_with_gallery(setup, store, proposer, observer.print_line)
     tuner = Tuner(
         store,
         executor,
@@ -571,41 +568,3 @@ def _local(
 def parallel_executors(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder."""
     return [_local(setup, slot, work / f"beside-{number}", cancelled) for number, slot in enumerate(setup.slots[1:], 2)]
-
-
-# -- start from the gallery ----------------------------------------------------------------------------------------------
-
-
-NOTE = "the gallery's nearest"  # stored reason of the first trial
-
-
-def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, print_line: Callable[[str], None]) -> None:
-    """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
-    rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
-    if rates is None:
-        return
-    try:
-        predictor.begin_with(rates.learnt)
-    except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
-        return
-    if all(record.note == AS_IS for record in store.records()):
-        print_line(f"gallery: predictions use the rates of {rates.why} until yours are measured")
-
-
-def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, print_line: Callable[[str], None]) -> None:
-    """Start a new study from the nearest entry's winner, and log one line about it."""
-    records = store.records()
-    if not setup.gallery or any(record.note != AS_IS for record in records):
-        return
-    start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
-    if start is None:
-        return
-    whose = f"{start.candidate}, {start.why}"
-    if not proposer.begin_with(Start(start.candidate, NOTE)):
-        print_line(f"gallery: has {whose}; it is not predicted to be among the best here, so it is not tried first")
-    elif records:  # only the probe run: its outcome informs the search's start
-        print_line(
-            f"gallery: proposes {whose}; it is tried if it is predicted to be faster than the script (--no-gallery: never)"
-        )
-    else:
-        print_line(f"gallery: starts with {whose}; it is measured like any other (--no-gallery turns this off)")

@@ -99,7 +99,6 @@ class Setup:
     global_batch_size: int | None  # samples per optimizer step, as requested
     budget_seconds: float
     tolerance: float  # share of the speed
-    gallery: bool = True  # the search may start from the gallery
     trackers: tuple[str, ...] = ()  # names
 
     @property
@@ -197,7 +196,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         global_batch_size=batch,
         budget_seconds=budget_seconds,
         tolerance=parse_share(request.tolerance),
-        gallery=not request.no_gallery and replay_table is None,  # an entry may be from the same table
     )
 
 
@@ -652,7 +650,7 @@ def _precision(config: dict[str, Any], hardware: Hardware) -> str:
 
 _LONGEST = 120  # characters of a name
 # files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
-_TAKEN = ("probe", "share", "launch")
+_TAKEN = ("probe", "launch")
 
 
 def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:

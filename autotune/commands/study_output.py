@@ -1,13 +1,11 @@
-"""Report, record and gallery entry of a study, and settings that a study remembers."""
+"""Report and record of a study, and its form in Python."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import html
 import statistics
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from autotune.commands.request import python_errors
 from autotune.errors import UserError, readable
 from autotune.executors.replay import Row, write_replay_table
-from autotune.gallery.schema import Entry, check, entry_of
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import stored_trace
 from autotune.problem.candidate import Candidate
@@ -28,7 +25,6 @@ from autotune.results.report.html import study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, without_garbage_collection
-from autotune.util.files import cannot_write, write_atomically
 from autotune.util.units import GIB, counted
 
 if TYPE_CHECKING:
@@ -256,66 +252,3 @@ def _facts(store: StudyStore) -> dict[str, Any]:
         "recorded_from": store.name,
         "versions": store.versions,
     }
-
-
-# -- gallery -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A study as written for the gallery."""
-
-    path: Path
-    entry: Entry
-    left_out: int  # candidates that an entry cannot hold
-
-    @property
-    def suggested(self) -> str:
-        """Suggested name for its file in the gallery: model and machine, and a few characters of a hash that makes it unique."""
-        job, machine = self.entry.job, self.entry.machine
-        model = job.model or job.architecture or "model"
-        key = hashlib.sha256(self.entry.text().encode()).hexdigest()[:6]
-        return f"{model}_{machine.count}x{machine.gpu or machine.device}_{key}.json"
-
-    def lines(self) -> list[str]:
-        """Return the lines that the command prints after it wrote the entry."""
-        model = (
-            self.entry.job.model or f"a model of {(self.entry.job.parameters or 0) / 1e6:.4g}M parameters, not named"
-        )
-        left = f"; {self.left_out} candidates with texts as settings were left out" if self.left_out else ""
-        return [
-            f"wrote {self.path}: {model}, {self.entry.machine.count} x {self.entry.machine.gpu or self.entry.machine.name}, "
-            f"{counted(len(self.entry.candidates), 'candidate')} with their outcomes{left}",
-            "it contains no path, host name, script or argument. To publish it, check it and open a pull request that adds it "
-            f"as gallery/entries/{self.suggested}",
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the written file, the suggested name and the number of candidates as JSON data."""
-        return {"files": [str(self.path)], "suggested": self.suggested, "candidates": len(self.entry.candidates)}
-
-
-def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
-    """Write a study as an entry to `out`, or as `share.json` into the study's folder.
-
-    Raises:
-        UserError: there is no such study, it has measured nothing, or the file cannot be written.
-    """
-    store = StudyStore.load(study, storage)
-    out = out or output_file(store.folder, "share.json")
-    if out.is_dir():
-        raise UserError(f"--out {out} is a folder; expected a file")
-    check_out(out, makes_folders=True)
-    with failures_in_one_line():
-        entry = entry_of(store)
-        tried = {r.candidate for r in store.records() if r.outcome and r.outcome.kind.is_attributable_to_candidate}
-    try:
-        check(entry)
-    except UserError as error:
-        raise UserError(f"study {store.name} cannot become a gallery entry: {error}") from None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, entry.text())
-    except OSError as error:
-        raise cannot_write(out, error, "choose another --out") from None
-    return Shared(out, entry, len({one for one in tried if one.knobs}) - len(entry.candidates))

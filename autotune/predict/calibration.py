@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -61,19 +60,17 @@ _NOISE_WEIGHT = 4.0  # observations
 
 
 def fit(
-    priors: Sequence[Prior] | Posterior, residuals: Callable[[Floats], Floats] | None, *, noise: float, rounds: int = 8
+    priors: Sequence[Prior], residuals: Callable[[Floats], Floats] | None, *, noise: float, rounds: int = 8
 ) -> Posterior:
     """Find the most probable constants by Gauss-Newton, with Student's t weights for the observations.
 
     Args:
-        priors: prior of each constant, or the posterior of an earlier fit.
+        priors: prior of each constant.
         residuals: (..., observations) at constants (..., constants); a censored residual is zero if it agrees.
         noise: expected standard deviation of one residual before any observation; it counts for `_NOISE_WEIGHT` of them.
     """
-    if isinstance(priors, Posterior):
-        mean, precision = priors.mean, np.linalg.inv(priors.covariance)
-    else:
-        mean, precision = np.array([prior.mean for prior in priors]), _precision(priors)
+    mean = np.array([prior.mean for prior in priors])
+    precision = np.diag([1 / prior.sigma**2 for prior in priors])
     prior_mean = mean.copy()
     if residuals is None:
         return Posterior(mean, np.linalg.inv(precision), noise)
@@ -136,46 +133,6 @@ class Neighbours:
         return shift, np.sqrt(np.maximum(spread, 0.0))
 
 
-@dataclass(frozen=True)
-class CalibrationEvidence:
-    """Information that observations gave about constants, without any priors. Small enough for a file."""
-
-    mean: list[float]  # (constants,) after the fit
-    # (rows, constants); their squares are what observations added to the priors' precision
-    information: list[list[float]]
-
-    @classmethod
-    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> CalibrationEvidence:
-        """Return the information that a posterior adds to the priors, without negligible directions."""
-        values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
-        told = values > _NOTHING * values.max()
-        return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))
-
-    def posterior(self, priors: Sequence[Prior], noise: float) -> Posterior:
-        """Return the posterior of these priors with this evidence.
-
-        Raises:
-            ValueError: the number of constants differs.
-        """
-        mean, rows = np.array(self.mean), np.array(self.information).reshape(-1, len(priors))
-        if len(mean) != len(priors):
-            raise ValueError(f"evidence of {len(mean)} constants, not of {len(priors)}")
-        return Posterior(mean, np.linalg.inv(_precision(priors) + rows.T @ rows), noise)
-
-
-_NOTHING = 1e-6  # share of the largest eigenvalue; smaller ones are rounding
-
-
-def _precision(priors: Sequence[Prior]) -> Floats:
-    return np.diag([1 / prior.sigma**2 for prior in priors])
-
-
-def _short(numbers: Floats) -> list[Any]:
-    """Round to five digits."""
-    text = np.array([f"{one:.5g}" for one in numbers.ravel()], dtype=float)
-    return list(text.reshape(numbers.shape).tolist())
-
-
 def _closeness(a: Floats, b: Floats) -> Floats:
     """Return (len(a), len(b)) similarities: 1 for equal points, falling with the square of their distance."""
     square = a @ b.T
@@ -194,10 +151,6 @@ def _closeness(a: Floats, b: Floats) -> Floats:
 MEMORY_NOISE = 0.05
 TIME_NOISE = 0.08  # in the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # in logarithms; the same candidate measured twice
-# In the same logarithm, for a like job measured by another user on the same card with other software. Half of the
-# gallery's entries differ that much from a prediction made without them. With TIME_NOISE instead, such entries
-# mislead.
-ELSEWHERE = 0.18
 UNTRACED = 3.0  # factor on the intervals of a model that could not be traced
 # Share of gradients, states, buffers and gathered parameters, if ZeRO or FSDP shards them. Versions and frameworks
 # differ in how often they copy these, and in when they free the copies. Frozen weights and activations are as certain

@@ -13,7 +13,6 @@ import numpy as np
 
 from autotune.errors import UserError
 from autotune.predict.calibration import (
-    ELSEWHERE,
     MEASURED_OVERHEAD_GIB,
     MEMORY,
     MEMORY_CONSTANTS,
@@ -28,7 +27,6 @@ from autotune.predict.calibration import (
     TIME_NOISE,
     UNREAD_STATES,
     UNTRACED,
-    CalibrationEvidence,
     Neighbours,
     Posterior,
     Prior,
@@ -131,8 +129,7 @@ class Predictor:
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
         # priors before any measurement on this machine
-        self._time_known: Sequence[Prior] | Posterior = self._time_priors
-        self._time = fit(self._time_known, None, noise=self._time_noise)
+        self._time = fit(self._time_priors, None, noise=self._time_noise)
         self._memory_near: Neighbours | None = None
         self._time_near: Neighbours | None = None
 
@@ -176,24 +173,6 @@ class Predictor:
         if time is not None:
             time.calibrate()
             self._time, self._time_near = time._time, time._time_near
-
-    def begin_with(self, rates: CalibrationEvidence) -> None:
-        """Add rates measured on a like job and card to the priors.
-
-        Raises:
-            ValueError: the rates have other constants than this version.
-        """
-        self._time_known = rates.posterior(self._time_priors, self._time_noise)
-        self._time, self._time_near = fit(self._time_known, None, noise=self._time_noise), None
-        self._stale = bool(self._seen)
-
-    def rates(self) -> CalibrationEvidence | None:
-        """Return the card's rates from the measured steps, for other jobs on such a card; None without a measurement."""
-        ran = {candidate: o.measurement for candidate, o in self._seen.items() if o.measurement}
-        if not ran:
-            return None
-        residuals = self._time_residuals(self.prepare(list(ran)), [one.step_seconds for one in ran.values()])
-        return CalibrationEvidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
 
     def for_torch_alone(self) -> Predictor:
         """Return a predictor for the job without DeepSpeed, with this one's traces and calibration so far."""
@@ -283,7 +262,7 @@ class Predictor:
             off = differences(constants)
             return np.asarray(np.where(bounded, np.minimum(off, 0.0), off))
 
-        self._time = fit(self._time_known, residuals, noise=self._time_noise)
+        self._time = fit(self._time_priors, residuals, noise=self._time_noise)
         slower = -residuals(self._time.mean)
         told = ~bounded | (slower > 0)  # a bound that the prediction keeps is no evidence
         if not told.any():

@@ -122,11 +122,9 @@ class Proposer:
         self._earlier: dict[Candidate, float] = {}  # speeds of earlier calls, at their pace
         self._turns, self._doubts = CheckBudget(), CheckBudget()  # for turns of knobs, and for a loose bound
         self._seed, self._answers = seed, dict[int, Answer]()
-        self._start: Start | None = None
         self.stopped: Stop | None = None  # reason for the latest None of `next`
         self.decided_by = ""  # name of the rule that decided last
         self.rules = (
-            Rule("start candidate", self._start_candidate),
             Rule("fallback after failures", self._fallback_after_failures),
             Rule("sampler's share", self._samplers_share),
             Rule("fallback without a fit", self._fallback_without_a_fit),
@@ -176,9 +174,7 @@ class Proposer:
         if outdated:
             return self._pool.note_fixable(candidate, outcome)
         self._pool.observe(candidate, outcome)
-        # the start candidate was not chosen by a prediction
-        is_start = self._start is not None and candidate == self._start.candidate
-        self._ran_out[rejected] += outcome.kind.is_oom and surprising and not is_start
+        self._ran_out[rejected] += outcome.kind.is_oom and surprising
         measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
         speed = measured.samples_per_second if measured else 0.0
         if measured:
@@ -328,20 +324,6 @@ class Proposer:
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
-    def begin_with(self, start: Start) -> bool:
-        """Set a start candidate, and return whether its prediction justifies a trial now."""
-        self._start = start
-        return self._start_is_due
-
-    @property
-    def _start_is_due(self) -> bool:
-        at = self._index.get(self._start.candidate) if self._start and not self._start.tried else None
-        if self._start is None or at is None or not self._available[at] or len(self.speed) > 1:
-            return False
-        worth, gain = self._worth()
-        worthwhile = not self.speed or gain[at] >= WORTHWHILE * self.tolerance
-        return bool(worthwhile and self._start.believed(at, self._model.forecast(), worth))
-
     def next(self, left_seconds: float = math.inf) -> Proposal | None:
         """Return a candidate for a new engine; None if none is left or worth its time (see `stopped`).
 
@@ -373,13 +355,6 @@ class Proposer:
         return StopReason.ALL_TRIED.stop()
 
     # -- rules, in their order ---------------------------------------------------------------------------------------
-
-    def _start_candidate(self, decision: Decision) -> Proposal | None:
-        """Propose the start candidate once, if its prediction justifies a trial."""
-        if self._start is None or not self._start_is_due:
-            return None
-        self._start.tried = True
-        return Proposal(self._start.candidate, self._start.note)
 
     def _fallback_after_failures(self, decision: Decision) -> Proposal | Stop | None:
         """Propose only fallback candidates after many failures without a fit."""
@@ -719,13 +694,9 @@ class Proposer:
         return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
 
 
-# -- warm start --------------------------------------------------------------------------------------------------------
+# -- decisions ---------------------------------------------------------------------------------------------------------
 
-SURE = 0.5  # probability of fitting; lower than usual, because the candidate fitted in another study
-# Sigmas of a start's prediction by which it may be below the most valuable candidate. With 1.0 a right start finds a
-# good config in 1.2 trials instead of 2.8 (3.7 without a start), and a wrong one costs up to 0.8 trials
-# (benchmarks/search/gallery_starts.py).
-WITHIN_SIGMAS = 0.1
+SURE = 0.5  # least probability of fitting of a turn of a knob
 
 
 @dataclass(frozen=True)
@@ -774,25 +745,6 @@ class CheckBudget:
             return False
         self._used_seconds += seconds
         return True
-
-
-class Start:
-    """Start candidate for the first trial, or for the second if the first changes the predictions."""
-
-    def __init__(self, candidate: Candidate, note: str) -> None:
-        self.candidate, self.note = candidate, note
-        self.tried = False
-
-    def believed(self, at: int, forecast: Forecast, worth: Floats) -> bool:
-        """Return True if the candidate is predicted to fit and to be about as fast as the most valuable candidate.
-
-        Args:
-            at: place of the candidate.
-            forecast: predictions for all candidates.
-            worth: (n,) value of each candidate, -inf for excluded ones.
-        """
-        reach = forecast.logs[at] + WITHIN_SIGMAS * forecast.sigma[at]
-        return bool(np.isfinite(worth[at]) and forecast.fits[at] >= SURE and reach >= forecast.logs[worth.argmax()])
 
 
 # -- fallback schedule -------------------------------------------------------------------------------------------------

@@ -485,24 +485,6 @@ def stages_published() -> str:
 # -- frameworks --------------------------------------------------------------------------------------------------------
 
 
-def gallery_starts() -> str:
-    """Of each start: how often it was taken, and trials and minutes until a good config was measured, mean of all tables."""
-    rows = [
-        [row["start"], percent(row["taken"]), f"{row['trials95']:.2f}", f"{row['minutes95']:.2f}", f"{row['ooms']:.2f}"]
-        for row in result("gallery-starts")["mean"]
-    ]
-    return table(["start", "taken", "trials to 95 %", "minutes", "out of memory"], rows)
-
-
-def gallery_constants() -> str:
-    """Published steps near an entry of another source, predicted without it and with its rates."""
-    rows = []
-    for row in result("gallery-constants"):
-        median, inside, width = row["median"], row["inside"], row["half_width"]
-        rows.append([row["of"], str(row["rows"]), f"{median:.1%}", f"{inside:.1%}", f"{width:.1%}"])
-    return table(["of", "rows", "median error", "inside 95 %", "half-width"], rows)
-
-
 def report() -> str:
     """Seconds of the largest study's page, beside reading the study."""
     row = result("report")[-1]
@@ -596,8 +578,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "variants-qlora": variants_qlora,
     "stages-own": stages_own,
     "stages-published": stages_published,
-    "gallery-starts": gallery_starts,
-    "gallery-constants": gallery_constants,
     "report": report,
     "frameworks": frameworks,
     "failures": failures,

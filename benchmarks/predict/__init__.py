@@ -1,1 +1,1 @@
-"""Benchmarks of the predictor: peaks, step times, the allocator, the gallery."""
+"""Benchmarks of the predictor: peaks, step times, the allocator."""

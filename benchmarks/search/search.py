@@ -42,7 +42,7 @@ from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.knob_record import EFFECT_SIGMA
-from autotune.search.proposer import Proposer, Start
+from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.util.units import parse_duration
@@ -64,7 +64,6 @@ def autotune(
     budget: float,
     parts: str,
     until_found: bool = False,
-    start: Candidate | None = None,
     effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
 ) -> dict[str, Any]:
     executor = EXECUTORS.get(parts, ReplayExecutor)(replay_table, seed)
@@ -75,7 +74,6 @@ def autotune(
     candidates = sorted(replay_table.rows, key=str)
     random.Random(seed).shuffle(candidates)
     proposer = make_proposer(candidates, space, seed, predictor, effect_sigmas=effect_sigmas)
-    taken = start is not None and proposer.begin_with(Start(start, "a start"))
     began = time.perf_counter()
     bounds: dict[str, tuple[float, float]] = {}
 
@@ -97,7 +95,6 @@ def autotune(
         "own_seconds": (time.perf_counter() - began) / trials,
         "ended": result.stop_sentence,
         "used": result.used_seconds,
-        "taken": taken,
         "bounds": bounds,
         "effect_errors": dict(proposer.knobs.errors),
         "sequence": sequence(executor),

@@ -57,7 +57,6 @@ RARE = {  # up to a minute each; other tests run their parts
     "published",  # tests/benchmarks/test_published.py
     "live_tensors_cpu",  # tests/predict/test_zero_memory_live.py
     "cpu-ranks",  # tests/benchmarks/test_cpu_ranks.py
-    "gallery-constants",  # rows of `published`, with rates as in `gallery-starts`
 }
 WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with a dozen faults
 

@@ -186,8 +186,8 @@ def test_a_switch_of_the_file_is_turned_off_on_the_command_line(tmp_path: Path) 
     for words in ([], ["--no-exhaustive"], ["--exhaustive"], ["--no-force"]):
         assert CliRunner().invoke(app, [str(tmp_path / "job.yaml"), *words]).exit_code == 0
     assert [(one.exhaustive, one.force) for one in got] == [(True, False), (False, False), (True, False), (True, False)]
-    (tmp_path / "job.yaml").write_text("model: tiny-llama\nno-gallery: true\n")
-    assert CliRunner().invoke(app, [str(tmp_path / "job.yaml"), "--gallery"]).exit_code == 0
-    assert not got[-1].no_gallery
+    (tmp_path / "job.yaml").write_text("model: tiny-llama\nno-references: true\n")
+    assert CliRunner().invoke(app, [str(tmp_path / "job.yaml"), "--references"]).exit_code == 0
+    assert not got[-1].no_references
     refused = CliRunner().invoke(app, ["--exhaustive", "--no-exhaustive"])
     assert "--exhaustive and --no-exhaustive contradict each other" in str(refused.exception)

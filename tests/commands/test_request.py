@@ -66,11 +66,11 @@ def test_help_ends_with_three_examples_that_parse(
         assert len(lines) == 3, words
         for line in lines:
             typed = line[1 : line.index(">") if ">" in line else None]
-            deep = 2 if typed[0] in ("spaces", "gallery") else 1
+            deep = 2 if typed[0] == "spaces" else 1
             parsers[tuple(typed[:deep])].make_context("autotune", typed[deep:])  # raises for an unknown option
 
 
-@pytest.mark.parametrize("words", [(), ("spaces",), ("gallery",)])
+@pytest.mark.parametrize("words", [(), ("spaces",)])
 def test_without_arguments_help_is_printed_and_no_error(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

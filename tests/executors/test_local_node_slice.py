@@ -13,7 +13,6 @@ from autotune.commands.setup import MOST_GPUS, slice_of
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
 from autotune.executors.local import SliceExtrapolator, measurement_of
-from autotune.gallery.schema import entry_of
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import slice_line
@@ -132,7 +131,7 @@ def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
     words = [*TINY_RUN, "--gpus", "1", "--nodes", "4"]
-    words += ["--global-batch-size", "8", "--budget", "8m", "--max-trials", "2", "--no-gallery", "--study", "sliced"]
+    words += ["--global-batch-size", "8", "--budget", "8m", "--max-trials", "2", "--study", "sliced"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 nodes (a slice: 1 of them measured" in done.stdout
@@ -148,8 +147,6 @@ def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
     assert "A slice: memory and computation measured on 1 of 4 ranks" in page
     store = StudyStore.load(str(folder), None)
     assert store.hardware.sliced
-    with pytest.raises(UserError, match="is of a slice: the gallery takes what was measured on all nodes"):
-        entry_of(store)
     launched = call(["launch", "sliced", "--", str(SCRIPTS / "trainer.py")], tmp_path)
     assert launched.returncode == 2
     assert "the study was tuned on 4 nodes with 1 devices each. Add --hostfile FILE" in launched.stderr

@@ -163,7 +163,7 @@ def stored_study(name: str) -> Callable[[Path], Texts]:
             found["show.txt"] = call("show", STUDY, columns=120)
             for style in FORMATS:
                 found[f"export-{style}.txt"] = call("export", STUDY, "--format", style)
-            for command in ("report", "record", "share"):
+            for command in ("report", "record"):
                 found[f"{command}.txt"] = call(command, STUDY)
         found["files.txt"] = files(home)
         for path in sorted(home.iterdir()):

@@ -15,7 +15,7 @@ from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.knob_record import KnobRecord
-from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, LOOSE_BOUND, Decision, Proposal, Proposer, Start
+from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, LOOSE_BOUND, Decision, Proposal, Proposer
 from autotune.search.stopping import LEAST_MEASURED, Stop, StopReason
 from autotune.util.units import GIB
 from tests.search.test_proposer import TABLE, measured_as, result, small_space
@@ -65,14 +65,6 @@ def test_rules_are_applied_in_order_and_the_first_decision_counts(replay_table: 
     before = names[: names.index(proposer.decided_by)]
     assert [decide(proposer, name) for name in before] == [None] * len(before)
     assert proposal == decide(proposer, proposer.decided_by)
-
-
-def test_start_candidate_is_proposed_once(replay_table: ReplayTable) -> None:
-    proposer = make_proposer(replay_table)
-    assert decide(proposer, "start candidate") is None
-    proposer.begin_with(Start(fastest(replay_table), "from a gallery"))
-    assert decide(proposer, "start candidate") == Proposal(fastest(replay_table), "from a gallery")
-    assert decide(proposer, "start candidate") is None
 
 
 def test_fallback_after_failures_needs_many_failures_and_no_fit(replay_table: ReplayTable) -> None:

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.gallery.schema import read_entry
 from autotune.predict import trace as tracing
 from autotune.util import bounds
 from autotune.util.bounds import MOST, check_data, read_text, whole_number
@@ -286,5 +285,3 @@ def read_or_refused(read: Any) -> None:
 def test_a_device_without_an_end_is_too_large() -> None:
     with pytest.raises(UserError, match="more than"):
         read_text(Path("/dev/zero"), "--lengths", "expected numbers")
-    with pytest.raises(UserError, match="too large"):
-        read_entry(Path("/dev/zero"))

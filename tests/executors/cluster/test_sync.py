@@ -425,7 +425,7 @@ def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) ->
     write_trainers_config(folder / "ds.json", 1)
     script = trainer_words(folder / "train.py", folder / "ds.json", 20)
     words = ["run", "--hostfile", str(hosts.hostfile()), "--device", "cpu", "--budget", "6m"]
-    words += ["--max-trials", "1", "--yes", "--study", "sent", "--no-gallery"]
+    words += ["--max-trials", "1", "--yes", "--study", "sent"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
     def call(*more: str) -> subprocess.CompletedProcess[str]:

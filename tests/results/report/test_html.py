@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from autotune.commands import run as run_command
-from autotune.commands.run import NOTE as GALLERY
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import MICRO_BATCH, Candidate
@@ -351,14 +350,14 @@ def test_a_trials_row_says_why_it_was_tried_whatever_happened(
     outcome: Outcome, happened: str | None, tmp_path: Path
 ) -> None:
     store = in_memory()
-    tell(store, plain(1), outcome, note=GALLERY)
+    tell(store, plain(1), outcome, note="the fastest's neighbour")
     html = page(store, tmp_path / "p.html").read_text()
     said = re.findall(r'<td class="w">(.*?)(?: <span|</tbody|\n)', html)[0]
-    assert said.startswith("the gallery&#39;s nearest")
+    assert said.startswith("the fastest&#39;s neighbour")
     if happened is None:
-        assert said == "the gallery&#39;s nearest"
+        assert said == "the fastest&#39;s neighbour"
     else:
-        assert said == f"the gallery&#39;s nearest: {happened}"
+        assert said == f"the fastest&#39;s neighbour: {happened}"
 
 
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
