@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autotune.commands.environment import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request
@@ -59,28 +56,21 @@ def plans(
     python = ranks_python(request.python, print_line, named=NAMED_MODEL)  # without torch the plan is less exact
     for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
         trace = traces.get(setup.job.precision)
-        with nullcontext() if trace is not None else _tracing(setup, print_line):
-            predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
+        if trace is None:
+            _announce_trace(setup, print_line)
+        predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
 
 
-@contextmanager
-def _tracing(setup: PlanSetup, print_line: Callable[[str], None]) -> Iterator[None]:
-    """Say what is waited for if no trace of the job is known: one line, and a clock in a terminal."""
+def _announce_trace(setup: PlanSetup, print_line: Callable[[str], None]) -> None:
+    """Name the wait for a trace if no trace of the job is known."""
     job = setup.job
-    known = (
-        job.script is not None or known_trace(with_runnable_attention(job)[0], device=setup.hardware.device) is not None
-    )
-    if known or missing_packages(job.interpreter):
-        yield
+    if job.script is not None or missing_packages(job.interpreter):
         return
-    print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
-    columns = (TextColumn("tracing"), SpinnerColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        progress.add_task("")
-        yield
+    if known_trace(with_runnable_attention(job)[0], device=setup.hardware.device) is None:
+        print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
 
 
 _PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: fine-tuning commonly has 0.1 to 0.5 million

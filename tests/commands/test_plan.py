@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_a_plan_shows_what_fits_by_way_of_training() -> None:
     assert data["best"][0]["ds_config"]["zero_optimization"]["stage"] in (0, 1, 2, 3)
     assert data["best"][0]["fits"] is True
     assert (data["closest"], data["fits_with_host_memory"]) == (None, None)
+
+
+def test_the_wait_for_a_trace_is_one_line_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Traced(Exception):
+        pass
+
+    def traces(*_: object) -> None:
+        raise Traced
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown, lines = Terminal(), []
+    monkeypatch.setattr(plan_command, "traced_predictor", traces)
+    monkeypatch.setattr("sys.stderr", shown)
+    with pytest.raises(Traced):
+        plans(Request(model="tiny-llama", seq_len=96), ["l4"], lines.append)
+    assert lines == ["tracing tiny-llama: once for this model, task and length, maybe a minute"]
+    assert not shown.getvalue()
 
 
 def test_a_plan_names_what_leaf_modules_and_cpu_threads_change() -> None:

@@ -173,6 +173,32 @@ def test_the_users_own_config_that_ran_out_is_the_first_line() -> None:
     assert first == "yours (ZeRO-2, micro-batch 4 x 2): OOM in setup, 16.0 MiB short; winner: 68.9 samples/s"
 
 
+def test_a_reduce_bucket_that_was_refused_is_named_with_a_size_that_fits() -> None:
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000 bytes. Error code 12"
+    out = Outcome(
+        OutcomeKind.OOM_DEVICE,
+        Phase.BACKWARD,
+        reason=f"RuntimeError: {text}",
+        missing_bytes=2 * 10**9,
+        capacity_bytes=1950 * MIB,
+        peak_bytes=1823 * MIB,
+        rank=0,
+    )
+    own, won = (
+        Record(0, Candidate.of({"zero_stage": 1, MICRO_BATCH: 4}), out, SEARCH, AS_IS),
+        measured(1, VERIFY, 1, 9.0),
+    )
+    first = verdict(won, [own, won])[0]
+    assert first.startswith(
+        "yours (ZeRO-1, micro-batch 4 x 1): OOM in backward on rank 0: the bucket of 1.86 GiB did not fit beside 1.78 GiB: "
+        "set reduce_bucket_size to 5e6; winner: "
+    ), "0.19 GiB of 5e7 elements are more than what is free"
+    roomy = replace(own, outcome=replace(out, peak_bytes=484 * MIB))
+    assert "beside 484.0 MiB: set reduce_bucket_size to 5e7; winner: " in verdict(won, [roomy, won])[0]
+    another = replace(own, outcome=replace(out, reason=text.replace("2000000000", "10000000")))
+    assert "bucket" not in verdict(won, [another, won])[0]
+
+
 @pytest.mark.parametrize(("spread", "doubtful"), [(0.4, False), (0.6, True), (3.97, True)])
 def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float, doubtful: bool) -> None:
     record = measured(0, VERIFY, 1, 9.0, spread=spread)
