@@ -76,10 +76,10 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt
 
 # Several machines: real sshd's in network namespaces, a Slurm of two nodes, a PostgreSQL for several tuners, and a Ray of two, whose
 # packages lie in a folder of their own: they are 200 MB, and no other test is to find them.
-CLUSTER_PACKAGES := openssh-client openssh-server rsync iproute2 slurm-wlm munge postgresql
+CLUSTER_PACKAGES := openssh-client openssh-server iproute2 slurm-wlm munge postgresql
 RAY := .venv-ray
 cluster-tests: setup $(RAY)/.installed
-	for tool in sshd ssh rsync ip slurmctld slurmd munged initdb; do PATH=$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin) command -v $$tool >/dev/null || missing=1; done; \
+	for tool in sshd ssh ip slurmctld slurmd munged initdb; do PATH=$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin) command -v $$tool >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(CLUSTER_PACKAGES); fi
 	$(BIN)/python -m pytest -n 0 -rs tests/executors/cluster tests/search/test_storage_servers.py tests/search/test_heartbeat.py \
 		tests/commands/test_run_several_tuners.py

@@ -49,6 +49,7 @@ def words_of(line: str) -> list[list[str]]:
     for end, group in itertools.groupby(words, lambda word: word in ("&&", "|", ">", ";")):
         rest = [] if end else [_filled(word) for word in group if word != "…"]
         rest = rest[rest.index("--ntasks=1") + 1 :] if rest[:1] == ["srun"] else rest
+        rest = rest[1:] if rest[:1] == ["exec"] else rest
         rest = rest[3:] if rest[:2] == ["uvx", "--from"] else rest
         while rest and re.fullmatch(r"[A-Z_]+=.*", rest[0]):
             rest = rest[1:]

@@ -17,10 +17,8 @@ from autotune.commands.request import LOCAL, REPLAY, SCHEDULERS, Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
-from autotune.executors.cluster.sync import SyncManifest, sync_manifest
 from autotune.executors.cluster.transports import (
     JOB,
-    PACKAGE,
     Host,
     Srun,
     Ssh,
@@ -29,11 +27,9 @@ from autotune.executors.cluster.transports import (
     check_time_left,
     evenly_filled_hosts,
     in_allocation,
-    preamble,
     read_hostfile,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Script
 from autotune.util import inquiry
 from autotune.util.interpreter import OWN, Interpreter, interpreter_at
 from autotune.util.units import parse_duration
@@ -194,35 +190,13 @@ class Nodes:
     folder: Path
     print_line: Callable[[str], None]
     request: Request
-    lasting: bool  # see `NodeRequirements`
     interpreter: Interpreter  # of the ranks
-    variables: tuple[str, ...] = ()  # set by a typed command
-    folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
+    variables: tuple[str, ...] = ()  # of this process that a typed command sets; sent too
     cluster: Cluster | None = None
 
-    def also_send(self, variables: Iterable[str], script: Script) -> None:
-        """Send the variables of this process that a typed command sets, and the script's folder if it is outside of the call's.
-
-        Raises:
-            UserError: the script's name is a path that only works from this folder.
-        """
+    def also_send(self, variables: Iterable[str]) -> None:
+        """Send these variables of this process too: a typed command sets them."""
         self.variables = tuple(variables)
-        file = Path(os.path.normpath(Path(script.cwd) / script.target))
-        if not self.request.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
-            return
-        if not Path(script.target).is_absolute():
-            raise UserError(
-                f"--sync sends {script.cwd}, and {script.target} lies outside of it. Start autotune in a folder above the "
-                "script, or name the script by its full path."
-            )
-        self.folders = (file.parent,)
-
-    def _parcels(self, path: str) -> tuple[SyncManifest, ...]:
-        if not (self.request.sync and path):
-            return ()
-        here = Path(path)
-        outside = [one for one in self.folders if not one.is_relative_to(here)]
-        return tuple(map(sync_manifest, (here, *outside)))
 
     def reach(
         self,
@@ -244,11 +218,10 @@ class Nodes:
             UserError: a node cannot be reached, lacks something, or differs from the others.
         """
         request = self.request
-        sent = (self._parcels(path), preamble(PACKAGE) if request.sync else b"", self.lasting)
         hosts = self.place(request.nodes or count, per_node, device)
         variables = tuple(dict.fromkeys([*request.exports, *self.variables]))
         about = (device, headroom, memory_cap_bytes, path, request.interface, variables)
-        requirements = NodeRequirements(*about, *sent, self.interpreter)
+        requirements = NodeRequirements(*about, self.interpreter)
         self.cluster = Cluster(hosts, self.transport, requirements, self.folder, print_line=self.print_line)
         return self.cluster.reach()
 
@@ -261,8 +234,7 @@ def named_nodes(
 
     Args:
         interpreter: of the ranks.
-        lasting: for a training: files that ranks write into sent folders are kept. Otherwise an allocation must last as long as
-            the budget, and this machine may stand for several.
+        lasting: for a training. Otherwise an allocation must last as long as the budget, and this machine may stand for several.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
@@ -278,19 +250,17 @@ def named_nodes(
         transport: Transport
         place: Placing
         if named.executor == "ray":
-            transport = kept.enter_context(
-                closing(RayNodes(ray_address(named.ray_address), folder, print_line, sync=named.sync))
-            )
+            transport = kept.enter_context(closing(RayNodes(ray_address(named.ray_address), folder, print_line)))
             place = transport.place
         elif named.executor == "slurm":
-            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB], sync=named.sync)
+            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB])
             if not lasting:
                 check_time_left(parse_duration(named.budget))
         else:
             assert named.hostfile is not None
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
-            place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
-        made = Nodes(place, transport, folder, print_line, named, lasting, interpreter)
+            place, transport = _evenly(hosts, str(named.hostfile)), Ssh()
+        made = Nodes(place, transport, folder, print_line, named, interpreter)
         try:
             yield made
         finally:
@@ -318,7 +288,7 @@ def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
             )
     if named.hostfile is None and not scheduled:
         others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
-        others |= {"--export": named.exports or None, "--sync": named.sync or None}
+        others |= {"--export": named.exports or None}
         for option, given in {**filters, **others}.items():
             if given is not None:
                 raise UserError(f"{option} needs several machines. Add {SEVERAL_MACHINES}, or remove {option}.")

@@ -13,6 +13,7 @@ _REPLACEMENTS = {
     "--account": _SBATCH,
     "--time": _SBATCH,
     "--slurm": _SBATCH,
+    "--sync": "copy the folder to the same path on every machine (`rsync -a FOLDER/ HOST:FOLDER/`), or use a shared file system",
 }
 
 

@@ -414,12 +414,6 @@ class Request:
         "run launch",
         metavar="HOST:PORT",
     )
-    sync: bool = _option(
-        False,
-        "Send this package and the script's folder to machines that do not have them in the same place.",
-        Panel.NODES,
-        "run launch",
-    )
     interface: str | None = _option(
         None, "Network interface between the machines; default: detected.", Panel.NODES, "run launch", metavar="NAME"
     )

@@ -490,12 +490,12 @@ def typed_command(
         ds_config: DeepSpeed config that takes precedence over the command's.
 
     Raises:
-        UserError: see `read_command` and `Nodes.also_send`.
+        UserError: see `read_command`.
     """
     typed = read_command(request.script, request.maps, request.worst_case, ds_config, interpreter)
     os.environ.update(typed.variables)
     if nodes is not None:
-        nodes.also_send(typed.variables, typed.script)
+        nodes.also_send(typed.variables)
     return typed
 
 

@@ -252,7 +252,7 @@ def node_killed(folder: Path, size: Size, kills: int, seed: int) -> LaunchSummar
                 made[1].mend()
                 made[1].start(made_folder / "authorized")
 
-        needs = NodeRequirements("cpu", path=str(folder), lasting=True)
+        needs = NodeRequirements("cpu", path=str(folder))
         with closing(Cluster(read_hostfile(made.hostfile()), Ssh(), needs, logs, print_line=print)) as cluster:
             hardware = cluster.reach()
             thread = threading.Thread(target=kill, daemon=True)

@@ -249,7 +249,7 @@ def test_the_tuner_has_one_blas_thread_which_its_children_do_not_inherit(chosen:
     assert done.stdout.strip() == f"{threads} {chosen}"
 
 
-@pytest.mark.parametrize("option", ["--partition", "--account", "--time", "--slurm"])
+@pytest.mark.parametrize("option", ["--partition", "--account", "--time", "--slurm", "--sync"])
 def test_a_removed_option_names_its_replacement(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,5 +258,5 @@ def test_a_removed_option_names_its_replacement(
     for words in ([option, "x"], [f"{option}=x"], [str(job)]):
         code, out, err = call(monkeypatch, capsys, "run", *words)
         assert (code, out) == (2, "")
-        assert f"{option} is gone: submit a batch script" in err
+        assert f"{option} is gone: " in err
         assert err.count("\n") == 1

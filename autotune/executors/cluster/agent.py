@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import hashlib
 import ipaddress
 import os
 import queue
@@ -23,13 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
 from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
-from autotune.executors.cluster.sync import PathMap, ReceivedFolder, has_identical_files
-from autotune.executors.cluster.transports import SENT_FOLDER
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
@@ -75,9 +70,6 @@ class Agent:
         self.hardware: Hardware | None = None
         self.meter: Any = None
         self.host_workers: LocalWorkers | None = None
-        self.parts: list[bytes] = []  # received pieces of a folder
-        self.path_map = PathMap()
-        self._lasting: list[ReceivedFolder] = []  # sent folders that may contain a training's files
         self._sent_statuses: dict[int, int] = {}  # exit codes that were sent to the tuner
         self._hung_up = False
 
@@ -167,40 +159,16 @@ class Agent:
         elif verb == "brief" and "failure" in answer:  # the ranks would wait forever
             self._send("failed", text=answer["text"])
 
-    def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
-        """Unpack the received pieces into a folder."""
-        data, self.parts = b"".join(self.parts), []
-        old = manifest["folder"]
-        name = f"{Path(old).name}-{hashlib.sha256(old.encode()).hexdigest()[:8]}"
-        place = self.folder / "sent" / name
-        if lasting:  # a stable path for the training's next call; the host name separates nodes that share a home
-            place = cache_root() / "sent" / socket.gethostname() / name
-            self._lock_folder(place)
-        deposit = ReceivedFolder(place)
-        if lasting:
-            self._lasting.append(deposit)
-        kept = deposit.unpack(data)
-        self.path_map.places[old] = str(place)
-        return {"folder": str(place), "kept": kept}
-
-    def _lock_folder(self, place: Path) -> None:
-        """Lock a folder, after waiting for an earlier agent without a tuner to end."""
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            self._kept.enter_context(FileLock(f"{place}.lock", timeout=2 * SILENT_SECONDS))
-        except Timeout:
-            raise UserError(f"{place} is held by another launch of this folder: end that, or copy the folder") from None
-
     def on_survey(
         self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
     ) -> dict[str, Any]:
         """Run `agent.survey` with the ranks' environment, Python and working directory, if they exist here."""
-        os.environ.update(self.path_map.all_of(env))
+        os.environ.update(env)
         with suppress(OSError):
-            os.chdir(self.path_map.path(cwd))
+            os.chdir(cwd)
         if python is not None:
             self.interpreter = interpreter_at(python, "--python")
-        return survey(path=self.path_map.path(path), **asked, interpreter=self.interpreter)
+        return survey(path=path, **asked, interpreter=self.interpreter)
 
     def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
         """Hold the node's devices and prepare for starting ranks."""
@@ -210,7 +178,7 @@ class Agent:
             self.hardware = Hardware.from_json(hardware)
             self._kept.enter_context(lock_gpus(self.hardware, who, self._say))
             self.meter = make_meter(self.hardware)
-        self.needs = RankRequirements(**self.path_map.all_of(needs), interpreter=self.interpreter)
+        self.needs = RankRequirements(**needs, interpreter=self.interpreter)
         self.machine.open(self.needs)
 
     def on_ops(self, *, names: list[str]) -> dict[str, Any]:
@@ -242,7 +210,7 @@ class Agent:
 
     def on_brief(self, *, spec: Message, logs: bool) -> None:
         """Create the ranks' files on this machine's disk, then send the ranks their spec."""
-        running, spec = self.running, self.path_map.all_of(spec)
+        running = self.running
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -303,34 +271,21 @@ class Agent:
             remove_scratch(self.folder)
 
     def _forward_messages(self, workers: LocalWorkers) -> None:
-        back = self.path_map.back
         for rank, message in workers.receive():
-            self._send("said", rank=rank, message=back.all_of(message))
+            self._send("said", rank=rank, message=message)
 
     def close(self) -> None:
         """End everything that this agent started."""
         with suppress(Exception):
             self._end_workers(done=False)
         self.machine.close()
-        self._clear_sent()
         self._kept.close()
         self._home.close()
-
-    def _clear_sent(self) -> None:
-        for deposit in self._lasting:
-            with suppress(OSError):
-                os.chdir("/")
-                if left := deposit.clear():
-                    where = f"{deposit.place} on {socket.gethostname()}"
-                    print(f"autotune: {left} files that the training wrote are left in {where}", file=sys.stderr)
-        if sent := os.environ.get(SENT_FOLDER):
-            shutil.rmtree(sent, ignore_errors=True)
 
 
 # Handler of each verb; it takes the message's fields by name and returns the fields of the answer.
 HANDLERS: Mapping[Verb, Callable[..., Mapping[str, Any] | None]] = {
     "brief": Agent.on_brief,
-    "compare": lambda agent, manifest, lasting: {"there": has_identical_files(manifest)},
     "end": Agent.on_end,
     "exists": lambda agent, path: {"there": Path(path).exists()},
     "get_on": lambda agent, waiting: {"alive": agent.running.is_progressing(set(waiting))},
@@ -339,14 +294,12 @@ HANDLERS: Mapping[Verb, Callable[..., Mapping[str, Any] | None]] = {
     "look_anew": lambda agent: agent.running.reset_liveness_baseline(),
     "open": Agent.on_open,
     "ops": Agent.on_ops,
-    "part": lambda agent, data: agent.parts.append(base64.b64decode(data)),
-    "pass_on": lambda agent, what, fields: agent.running.send(what, **agent.path_map.all_of(fields)),
+    "pass_on": lambda agent, what, fields: agent.running.send(what, **fields),
     "peaks": lambda agent: {"peaks": dataclasses.asdict(agent.running.peaks())},
     "place": lambda agent, rank, device: agent.running.register_device(rank, device),
     "reset_peaks": lambda agent: agent.running.reset_peaks(),
     "signal": lambda agent, number, pids: agent.running.signal(signal.Signals(number), pids),
     "survey": Agent.on_survey,
-    "unpack": Agent.on_unpack,
 }
 
 
@@ -389,7 +342,7 @@ def survey(
     """
     hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
     if path and not Path(path).exists():
-        raise UserError(f"no {path} there; expected what is trained in the same place on every node, or --sync")
+        raise UserError(f"no {path} there; expected what is trained in the same place on every node")
     for folder in (Path(tempfile.gettempdir()), cache_root()):
         _check_writable(folder)
     held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := lock_holder(gpu))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import ipaddress
 import os
@@ -24,7 +23,6 @@ from autotune.executors.cluster.rpc import (
     RemoteWorkers,
     Verb,
 )
-from autotune.executors.cluster.sync import CHUNK_BYTES, SyncManifest
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
@@ -39,7 +37,6 @@ _OPEN_SECONDS = 1900.0  # seconds; imports from a slow disk, ended earlier by th
 _OPS_SECONDS = 3600.0
 _BACK_SECONDS = 120.0  # seconds to reconnect to a lost node
 _RETRY_SECONDS = 2.0
-_MOST_NAMED = 5  # files named in a line
 COMPARED = ("torch", "deepspeed", "transformers")  # packages whose versions must match this machine's
 
 # Environment variables that are sent to the nodes: settings of libraries that compute, communicate, allocate, load
@@ -81,17 +78,7 @@ class NodeRequirements:
     path: str = ""  # the script's folder, which must exist on each node; empty without a script
     interface: str | None = None  # network interface between the nodes; None: detected
     variables: tuple[str, ...] = ()  # the user's variables that are sent in addition to `SENT`
-    parcels: tuple[SyncManifest, ...] = ()  # folders to send to nodes that lack them
-    preamble: bytes = b""  # first bytes of the stream for a transport that syncs, see `transports.py`
-    lasting: bool = False  # files that ranks write into sent folders are kept, as for a training
     interpreter: Interpreter = OWN  # of the ranks here, whose path and versions the nodes must have
-
-
-def _kept_files_note(answer: Message) -> str:
-    """Return a note about files that the node kept instead of the sent ones."""
-    kept = answer["kept"]
-    more = f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else ""
-    return f"; kept there as a training wrote them: {', '.join(kept[:_MOST_NAMED])}{more}" if kept else ""
 
 
 @dataclass
@@ -154,7 +141,7 @@ class Cluster:
         log.unlink(missing_ok=True)
         command = self.transport.command(host.name)
         try:
-            return AgentConnection(host.name, command, log, self.requirements.preamble)
+            return AgentConnection(host.name, command, log)
         except OSError as error:
             raise UserError(f"node {host.name}: {command[0]} cannot be run ({error.strerror})") from None
 
@@ -170,9 +157,6 @@ class Cluster:
 
     def _survey(self, nodes: list[Node]) -> None:
         requirements, asked = self.requirements, []
-        for node in nodes:
-            for parcel in requirements.parcels:
-                self._send(node, parcel)
         for node in nodes:
             ours = node.host.slots
             devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ours))} if node.host.chosen else {}
@@ -190,17 +174,6 @@ class Cluster:
         for node, number in asked:
             node.survey = self._await_answer(node, number, _SURVEY_SECONDS)
             node.hardware = Hardware.from_json(node.survey["hardware"])
-
-    def _send(self, node: Node, parcel: SyncManifest) -> None:
-        """Send a folder to the node unless an identical copy is there."""
-        about = {"manifest": parcel.manifest, "lasting": self.requirements.lasting}
-        if self._await_answer(*node.begin("compare", **about), _SURVEY_SECONDS)["there"]:
-            return
-        data = parcel.archive
-        for at in range(0, len(data), CHUNK_BYTES):
-            node.connection.send("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
-        answer = self._await_answer(*node.begin("unpack", **about), _SURVEY_SECONDS)
-        self.print_line(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
 
     def _compare(self) -> Hardware:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]

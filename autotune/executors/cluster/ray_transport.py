@@ -61,7 +61,6 @@ class RayNodes:
     address: str  # see `ray_address`
     folder: Path  # for the driver's log
     print_line: Callable[[str], None] = lambda text: None  # receives lines for the user
-    sync: bool = False
     place_seconds: float | None = None  # wait for resources that other jobs hold; None: the driver's default
     _ask: Message = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
@@ -109,7 +108,7 @@ class RayNodes:
         assert self._driver.stdout is not None
         stream = Stream(self._driver.stdout.fileno(), self._driver.stdin.fileno(), SILENT_SECONDS)
         seconds = {} if self.place_seconds is None else {"seconds": self.place_seconds}
-        where = {"address": self.address, "socket": str(self._socket), "command": agent_words(sync=self.sync)}
+        where = {"address": self.address, "socket": str(self._socket), "command": agent_words()}
         stream.send("place", **self._ask, **where, **seconds)
         answer = stream.receive(_PLACE_SECONDS + (self.place_seconds or 0.0))
         if answer is None or answer["type"] != "placed":

@@ -117,7 +117,7 @@ GREETING = "agent"  # type of an agent's first message
 # Verbs that the tuner sends to an agent, see `agent.HANDLERS`.
 # fmt: off
 Verb = Literal[
-    "compare", "part", "unpack", "survey", "open", "ops", "exists", "launch", "brief", "pass_on",
+    "survey", "open", "ops", "exists", "launch", "brief", "pass_on",
     "signal", "end", "look_anew", "get_on", "place", "peaks", "reset_peaks", "last_words",
 ]
 # fmt: on
@@ -174,10 +174,9 @@ class AgentConnection:
 
     Args:
         log: receives its standard error.
-        preamble: bytes that are sent first.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, preamble: bytes = b"") -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name, self.log = name, log
         self.failure = ""  # reason of the failure; empty while connected
         self._echo = OutputForwarder(_STANDARD_ERROR, log)
@@ -188,8 +187,6 @@ class AgentConnection:
         self._asked = 0
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._preamble = preamble
-        self._preamble_unread = bool(preamble)
         self._closing, self._closed = threading.Event(), False
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
@@ -250,8 +247,6 @@ class AgentConnection:
         why = f"no agent within {seconds:.0f} s"
         if code is not None:
             why = f"the way to it ended with exit status {code}"
-        elif self._preamble_unread:
-            why += ", and what --sync sends was not taken: the login, or the step, takes as long"
         self.failure = f"{self.name}: {why}"
         return NoGreeting(self.name, why, text, log, code)
 
@@ -291,8 +286,6 @@ class AgentConnection:
         self._give_up("its agent, or the way to it, has ended")
 
     def _beat(self) -> None:
-        if self._preamble_unread:  # requests follow the greeting, which follows the preamble
-            self._preamble_unread = not self._stream.give(self._preamble, GREETING_SECONDS)
         while not self._closing.wait(BEAT_SECONDS) and not self.failure:
             self._stream.send("beat")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import io
-import json
 import os
 import re
 import shlex
@@ -12,24 +9,21 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from autotune.errors import UserError, did_you_mean
 from autotune.executors.cluster.rpc import NoGreeting
 from autotune.util.bounds import display_value, read_text, whole_number
-from autotune.util.interpreter import APART
 from autotune.util.units import format_duration
 
 # -- transports --------------------------------------------------------------------------------------------------------
 #
 # All data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a login
-# shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python instead.
+# shell only the words that start an agent, each quoted.
 
 PACKAGE = Path(__file__).parents[2]
 CONNECT_SECONDS = 10
@@ -46,12 +40,9 @@ class Transport(Protocol):
         """Return why an agent did not start and what to do, in one line."""
 
 
-def agent_words(python: str = sys.executable, package: Path = PACKAGE, *, sync: bool = False) -> list[str]:
-    """Return the command that starts an agent on its machine.
-
-    With `sync`, the package first arrives over the stream.
-    """
-    return [python, "-c", BOOT] if sync else [python, str(package), "agent"]
+def agent_words(python: str = sys.executable, package: Path = PACKAGE) -> list[str]:
+    """Return the command that starts an agent on its machine."""
+    return [python, str(package), "agent"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,6 @@ class Ssh:
 
     python: str = sys.executable
     package: Path = PACKAGE
-    sync: bool = False
 
     def command(self, node: str) -> list[str]:
         """Return the ssh command that starts a node's agent."""
@@ -77,7 +67,7 @@ class Ssh:
             "RequestTTY": "no",
         }
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        agent = shlex.join(agent_words(self.python, self.package, sync=self.sync))
+        agent = shlex.join(agent_words(self.python, self.package))
         return ["ssh", "-T", *given, "--", node, f"exec {agent}"]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
@@ -119,10 +109,7 @@ def agents_complaint(node: str, failure: NoGreeting, python: str = sys.executabl
             "silent there (~/.bashrc), and /etc/profile.d"
         )
     if f"can't open file '{package}" in failure.log or f"can't find '__main__' module in '{package}" in failure.log:
-        return (
-            f"node {node}: autotune is not at {package} there; install it at the same place on every node, or "
-            "give --sync, which sends it"
-        )
+        return f"node {node}: autotune is not at {package} there; install it at the same place on every node"
     if re.search(rf"{re.escape(python)}.*(No such file|not found|cannot execute)", failure.log):
         return (
             f"node {node}: no {python} there; install the environment that you train in at the same place on every node"
@@ -149,13 +136,12 @@ class Srun:
     """Job step on one node of this process's allocation, parallel to other steps."""
 
     job: str
-    sync: bool = False
 
     def command(self, node: str) -> list[str]:
         """Return the srun command that starts a node's agent inside the Slurm job."""
         where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
-        return ["srun", *where, *how, "--", *agent_words(sync=self.sync)]
+        return ["srun", *where, *how, "--", *agent_words()]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
@@ -230,80 +216,6 @@ def slurm_output(*words: str) -> str:
         first = next((line for line in said if "error" in line), said[0] if said else f"exit status {done.returncode}")
         raise UserError(f"--executor slurm: {first.removeprefix(words[0] + ': ')}")
     return done.stdout
-
-
-# -- sending the package to a node -------------------------------------------------------------------------------------
-#
-# The transport passes only one constant line of Python (`BOOT`), which executes the first data of the stream: the code
-# of `_on_the_node`, then the package. A node that has an identical package at the same path runs that one. Otherwise it
-# unpacks the sent package into a temporary folder of the agent, which is deleted with it.
-
-SENT_FOLDER = "AUTOTUNE_SENT_FOLDER"  # environment variable with the folder that the agent deletes at its end
-# Isolated from the login folder, which may contain a random.py. The line is hexadecimal, without characters that a
-# shell treats specially. Reading it byte by byte consumes nothing after it.
-BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b'\\n')).decode()))"
-
-
-def _on_the_node() -> None:
-    """Read a header and an archive on the node with the standard library only, then become the agent."""
-    import fcntl
-    import io
-    import json
-    import os
-    import pathlib
-    import sys
-    import tempfile
-    import zipfile
-
-    def take(count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            data = os.read(0, min(count - len(found), 1 << 16))
-            if not data:
-                os._exit(1)
-            found += data
-        return found
-
-    line = b""
-    while not line.endswith(b"\n"):
-        line += take(1)
-    header = json.loads(line)
-    archive, place = zipfile.ZipFile(io.BytesIO(take(header["bytes"]))), pathlib.Path(header["place"])
-    try:
-        there = all((place / name).read_bytes() == archive.read(name) for name in archive.namelist())
-    except OSError:
-        there = False
-    if not there:
-        # Compatible with `files.SocketFolder`: the next agent deletes the folder of a killed one.
-        folder = tempfile.mkdtemp(prefix="autotune-agent-")
-        held = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            os.rename(os.path.join(folder, "new"), os.path.join(folder, "held"))
-        except OSError:
-            pass
-        os.set_inheritable(held, True)
-        place = pathlib.Path(folder, "autotune")
-        archive.extractall(place)
-        os.environ["AUTOTUNE_SENT_FOLDER"] = folder
-    os.execv(sys.executable, [sys.executable, str(place), "agent"])
-
-
-@cache
-def preamble(package: Path, place: Path | None = None) -> bytes:
-    """Return the bytes that are sent first.
-
-    Args:
-        place: its path on the node; None: the same path.
-    """
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(package.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                archive.writestr(path.relative_to(package).as_posix(), path.read_bytes())
-    header = json.dumps({"bytes": len(buffer.getvalue()), "place": str(place or package)})
-    code = f"{inspect.getsource(_on_the_node)}\n_on_the_node()\n"
-    return code.encode().hex().encode() + b"\n" + header.encode() + b"\n" + buffer.getvalue()
 
 
 # -- hostfile ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_driver import Refused, bundle_of, described, names_of
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
 from autotune.executors.cluster.rpc import NoGreeting
-from autotune.executors.cluster.transports import PACKAGE, preamble
 from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.workers.failure_classifier import classify_failure
@@ -206,13 +205,11 @@ def group_of(cluster: Cluster, hardware: object) -> WorkerGroup:
 
 @pytest.mark.slow
 def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
-    """A raylet that is killed, and then the driver: each is the machine's, and the next group has all nodes. The package is sent
-    (`--sync`)."""
+    """A raylet that is killed, and then the driver: each is the machine's, and the next group has all nodes."""
     said: list[str] = []
-    sent = NodeRequirements("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))
-    with closing(RayNodes(real.address, tmp_path, said.append, sync=True)) as nodes:
+    with closing(RayNodes(real.address, tmp_path, said.append)) as nodes:
         hosts = nodes.place(2, 1, "cpu")
-        cluster = Cluster(hosts, nodes, sent, tmp_path / "nodes", print_line=said.append)
+        cluster = Cluster(hosts, nodes, NodeRequirements("cpu"), tmp_path / "nodes", print_line=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
@@ -312,12 +309,10 @@ def test_a_killed_tuner_leaves_nothing_at_ray(real: Ray, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_script_is_sent_tuned_and_trained(real: Ray, tmp_path: Path) -> None:
+def test_a_script_is_tuned_and_trained(real: Ray, tmp_path: Path) -> None:
     write_trainers_config(tmp_path / "ds.json", 1)
     script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
-    done = call(
-        ["run", *where(real), "--sync", "--max-trials", "1", "--study", "mine", "--yes", "--", *script], tmp_path
-    )
+    done = call(["run", *where(real), "--max-trials", "1", "--study", "mine", "--yes", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
     trained = call(["launch", "mine", "--executor", "ray", "--ray-address", real.address, "--", *script], tmp_path)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,14 +14,7 @@ from autotune.errors import UserError
 from autotune.executors.cluster import transports
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.rpc import NoGreeting
-from autotune.executors.cluster.transports import (
-    PACKAGE,
-    Srun,
-    allocated_hosts,
-    check_time_left,
-    in_allocation,
-    preamble,
-)
+from autotune.executors.cluster.transports import PACKAGE, Srun, allocated_hosts, check_time_left, in_allocation
 from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.workers.failure_classifier import classify_failure
@@ -34,9 +26,6 @@ from tests.executors.cluster.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
 EXAMPLE = str(PACKAGE.parent / "examples" / "slurm" / "nodes.sbatch")
 HOUR = 3600.0
-SENT = NodeRequirements(
-    "cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune"))
-)  # to nodes that have not the package
 
 
 def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +83,14 @@ def real(_slurm_of_this_worker: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm
 
 @pytest.mark.slow
 def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is killed is a lost node, which comes back; at the end nothing is left. The package is sent (`--sync`)."""
+    """A step that is killed is a lost node, which comes back; at the end nothing is left."""
     monkeypatch.setenv("PYTHONPATH", only_tests(tmp_path))
     with real.allocation() as job:
         hosts = allocated_hosts(1, job)
         assert [host.name for host in hosts] == ["n1", "n2"]
         said: list[str] = []
-        sent = replace(SENT, variables=("PYTHONPATH",))
-        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"], sync=True), sent, tmp_path, print_line=said.append)
+        needs = NodeRequirements("cpu", variables=("PYTHONPATH",))
+        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"]), needs, tmp_path, print_line=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
@@ -132,9 +121,9 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
 def test_the_example_tunes_all_nodes_of_its_job(real: Slurm, tmp_path: Path) -> None:
     """Submitted with options that fit this Slurm; a second job that is shorter than the budget is refused."""
     (tmp_path / "autotune").symlink_to(Path(sys.executable).parent / "autotune")
-    options = "--model tiny-llama --device cpu --gpus 1 --seq-len 32 --global-batch-size 4 --max-trials 1 --yes"
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB": options, "STUDY": "slurmed", "BUDGET": "200s"}
-    variables["OMP_NUM_THREADS"] = "1"
+    options = "--device cpu --gpus 1 --seq-len 32 --global-batch-size 4 --max-trials 1 --yes"
+    variables = {"MODEL": "tiny-llama", "STUDY": "slurmed", "BUDGET": "200s", "AUTOTUNE_OPTIONS": options}
+    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def submit(limit: str) -> tuple[int, str]:
         words = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", f"--time={limit}", "--output=job.log", EXAMPLE]
