@@ -6,11 +6,10 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, ClassVar
 
 from autotune.masking import masked
-from autotune.versions import StrEnum
 
 _ENDLESS = re.compile(r"\S{500,}")  # longer than any typed path, flag or number
 

@@ -12,27 +12,15 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from importlib import metadata
-
-if sys.version_info >= (3, 11):
-    from enum import StrEnum as StrEnum
-else:
-    from enum import Enum
-
-    class StrEnum(str, Enum):
-        """Replacement for Python 3.10, where `class Kind(str, Enum)` prints `Kind.OK` and not the text as enum.StrEnum does."""
-
-        __str__ = str.__str__
-
 
 Versions = Mapping[str, "str | None"]
 
 PYTHON = "python"
 # name: (oldest version that works, newest minor version that was tested)
 RANGES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    PYTHON: ((3, 10), (3, 13)),
+    PYTHON: ((3, 11), (3, 13)),
     "torch": ((2, 6), (2, 13)),
     "deepspeed": ((0, 16), (0, 19)),
     "transformers": ((4, 51), (5, 23)),

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,6 @@ import autotune
 from autotune._version import ON_PYPI, install_command
 from autotune.versions import RANGES
 from tests.documents import check_values, parsed, words_of
-
-if sys.version_info >= (3, 11):
-    import tomllib as tomli
-else:
-    tomli = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
@@ -39,9 +35,14 @@ def release() -> Any:
     return module
 
 
+ADDRESS = "https://github.com/someone/autotune"
+WITH_URLS = release().with_urls((ROOT / "pyproject.toml").read_text(), ADDRESS)
+
+
 def troubles(tag: str, **changed: Any) -> list[str]:
     on_pypi = VERSION_FILE.replace("ON_PYPI = False", "ON_PYPI = True")
-    texts = {"version_file": on_pypi, "changelog": CHANGELOG, "citation": CITATION, "texts": {}, **changed}
+    texts = {"version_file": on_pypi, "changelog": CHANGELOG, "citation": CITATION, "pyproject": WITH_URLS, "texts": {}}
+    texts |= changed
     return list(release().troubles(tag, **texts))
 
 
@@ -81,6 +82,12 @@ def test_documents_install_from_a_checkout_until_a_release_switches_them() -> No
         assert "autotune/_version.py, README.md" in refused[0]
         assert "--switch" in refused[0]
     after = {name: release().switched(text) for name, text in found.items()}
+    assert "relative links" in troubles(version, changelog=dated, texts=after)[0]
+    after["README.md"] = release().with_absolute_links(after["README.md"], ADDRESS)
+    assert f"({ADDRESS}/blob/main/docs/limits.md)" in after["README.md"]
+    assert f"({ADDRESS}/raw/main/docs/images/run.svg)" in after["README.md"]
+    assert "has no URLs" in troubles(version, changelog=dated, pyproject="[project]", texts=after)[0]
+    assert tomllib.loads(WITH_URLS)["project"]["urls"]["Issues"] == f"{ADDRESS}/issues"
     assert troubles(version, changelog=dated, texts=after) == []
     for text in after.values():
         assert not re.search(r"install '?\.[\s\[]|<!-- unreleased", text)
@@ -95,7 +102,7 @@ def test_the_printed_hint_installs_from_where_the_package_is(monkeypatch: pytest
 
 # -- packages ------------------------------------------------------------------------------------------------------------
 
-PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IMAGES = {path.suffix[1:]: path.read_text() for path in (ROOT / "packaging" / "docker").glob("Dockerfile.*")}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from autotune.masking import masked_data
 from autotune.problem.training_trace import TrainingTrace
 from autotune.util.bounds import known_fields
-from autotune.versions import StrEnum
 
 
 class OutcomeKind(StrEnum):

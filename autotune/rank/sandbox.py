@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from typing import Any
 from autotune.util import linux
 from autotune.util.caches import library_caches
 from autotune.util.entry_points import NOT_PROTECTED, WITHOUT_SANDBOX
-from autotune.versions import StrEnum
 
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
 _SHARED_MEMORY = "/dev/shm"

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job
@@ -16,7 +17,6 @@ from autotune.problem.training_trace import AHEAD, LEAST_STEPS, TracedStep, Trai
 from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
 from autotune.util.units import counted
-from autotune.versions import StrEnum
 
 # -- comparison --------------------------------------------------------------------------------------------------------
 #

@@ -58,7 +58,7 @@ from autotune.search.trials import (
 from autotune.util.interpreter import OWN, Interpreter, other_python
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # -- study -------------------------------------------------------------------------------------------------------------
 

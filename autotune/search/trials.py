@@ -149,7 +149,7 @@ def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: O
 
 def now() -> str:
     """Return the time in UTC, in ISO format."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from autotune.util.entry_points import SANDBOX, WITHOUT_SANDBOX
 from autotune.util.files import cache_root
 
 ANSWER_SECONDS = 60.0  # for an interpreter to answer; a cold conda on a network takes ten
-LEAST_PYTHON = (3, 10)
+LEAST_PYTHON = (3, 11)
 _LAUNCHERS = {
     "torchrun": "torch.distributed.run",
     "deepspeed": "deepspeed.launcher.runner",

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase
-from autotune.versions import StrEnum
 from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, FailureEvidence, is_secondary
 from autotune.workers.gpu_memory import attribute_hidden_usage
 from autotune.workers.host_workers import HostWorkers, LocalWorkers, MultiHostLaunch

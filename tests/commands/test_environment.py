@@ -88,7 +88,7 @@ def test_a_plan_without_torch_is_a_rougher_one(
         ({"versions": {}}, "no torch and no deepspeed and no transformers there"),
         ({"versions": {"torch": "2.13.0"}}, "no deepspeed and no transformers there"),
         ({"versions": {**FACTS["versions"], "torch": "1.13.1+cu117"}}, "torch 1.13.1+cu117 (expected 2.6 or newer)"),  # type: ignore[dict-item]
-        ({"version": "3.8.1"}, "is Python 3.8.1: expected 3.10 or newer"),
+        ({"version": "3.8.1"}, "is Python 3.8.1: expected 3.11 or newer"),
     ],
 )
 @pytest.mark.parametrize("by_variable", [False, True])

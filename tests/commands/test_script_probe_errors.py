@@ -2,7 +2,6 @@
 
 import errno
 import sqlite3
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,13 +156,7 @@ PROTECTION = "--unprotected"
         (ImportError("libx.so: failed to map segment from shared object"), "", 2000 << 20, CAP),
         (None, "", 2000 << 20, CAP),  # killed by a signal
         (KeyError("no such column"), "", 2000 << 20, ""),
-        pytest.param(
-            refused_by_sqlite,
-            "",
-            None,
-            PROTECTION,
-            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no sqlite_errorcode"),
-        ),
+        (refused_by_sqlite, "", None, PROTECTION),
         (RuntimeError("setup failed"), "mkdir: cannot create directory: Operation not permitted", None, PROTECTION),
         (chained(PermissionError(errno.EACCES, "no"), RuntimeError("setup failed")), "", None, PROTECTION),
         (OSError(errno.EROFS, "Read-only file system", "/data/x"), "", None, PROTECTION),

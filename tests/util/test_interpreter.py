@@ -234,7 +234,7 @@ def test_what_is_no_python(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["2.7.18", "3.9.18"])
 def test_a_python_that_is_too_old(tmp_path: Path, version: str) -> None:
-    assert f"is Python {version}: expected 3.10 or newer" in refusal(
+    assert f"is Python {version}: expected 3.11 or newer" in refusal(
         program(tmp_path / "old", f"echo PYTHON {version}")
     )
 

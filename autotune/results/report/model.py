@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import OutcomeKind
-from autotune.versions import StrEnum
 
 
 class Status(StrEnum):
