@@ -78,7 +78,6 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/executors/cluster/test_transports_ssh.py": "hosts",
     "tests/executors/cluster/test_transports_slurm.py": "slurm",
     "tests/executors/cluster/test_ray_transport.py": "ray",
-    "tests/executors/test_local_node_slice.py": "bench",
     "tests/rank/test_workload_tasks.py": "bench",
     "tests/rank/test_workload.py": "bench",
     "tests/predict/test_zero_memory_live.py": "bench",

@@ -234,13 +234,13 @@ def named_nodes(
 
     Args:
         interpreter: of the ranks.
-        lasting: for a training. Otherwise an allocation must last as long as the budget, and this machine may stand for several.
+        lasting: for a training. Otherwise an allocation must last as long as the budget.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
     scheduled = named.executor in SCHEDULERS
-    _refuse_strays(named, scheduled, slices=not lasting)
+    _refuse_strays(named, scheduled)
     if named.hostfile is None and not scheduled:
         yield None
         return
@@ -268,12 +268,8 @@ def named_nodes(
                 made.cluster.close()
 
 
-def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
-    """Raise UserError for options without meaning in this combination.
-
-    Args:
-        slices: `--nodes` without a hostfile means a node slice.
-    """
+def _refuse_strays(named: Request, scheduled: bool) -> None:
+    """Raise UserError for options without meaning in this combination."""
     if named.ray_address is not None and named.executor != "ray":
         raise UserError("--ray-address needs --executor ray. Add it, or remove --ray-address.")
     if scheduled and named.hostfile is not None:
@@ -287,7 +283,7 @@ def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
                 f"{option} filters a hostfile and cannot be combined with --executor {named.executor}. Remove {option}."
             )
     if named.hostfile is None and not scheduled:
-        others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
+        others: dict[str, object] = {"--nodes": named.nodes, "--interface": named.interface}
         others |= {"--export": named.exports or None}
         for option, given in {**filters, **others}.items():
             if given is not None:

@@ -400,12 +400,10 @@ class Request:
     )
     nodes: int | None = _option(
         None,
-        "Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster. If there are none, this "
-        "machine is tuned as one of so many equal ones.",
+        "Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster.",
         Panel.NODES,
         first="plan",
         plan=Variant("Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs.", default=1),
-        launch=Variant("Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster."),
     )
     ray_address: str | None = _option(
         None,

@@ -26,7 +26,7 @@ from autotune.commands.trust import Ask, accepted_table, grant, named_by, rememb
 from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
-from autotune.executors.local import LocalExecutor, SliceExtrapolator
+from autotune.executors.local import LocalExecutor
 from autotune.executors.machine import Slot, protection_of
 from autotune.executors.replay import ReplayExecutor
 from autotune.masking import hide_password
@@ -174,10 +174,6 @@ def _run(
                     observer.showing("running the script as it is, then with another batch")
                     probed = probe(first, setup.job.script, work, deadline, observer.print_line)
                 setup = after_probe(setup, probed)
-            complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
-            if complete is not None and probed is not None and probed.baseline is not None:
-                baseline = complete(own_candidate(probed.script), probed.baseline)
-                probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer, failing)
             kept.callback(store.leave)
             write_atomically(work / COMMAND_FILE, job_text(setup.request, "run"))  # a refused call keeps the study's
@@ -208,7 +204,7 @@ def _run(
                 candidates = _with_ops(first, setup.job, candidates, observer.print_line)
                 if setup.runs_ranks:
                     store.note_extensions(first.ops.folder)
-            executor = first.for_search(setup.job, observer.phase, complete)
+            executor = first.for_search(setup.job, observer.phase)
             deadline.end_startup()
             # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
@@ -430,7 +426,7 @@ def _summary(
         files += _write_report(setup, store, predictor, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         given = (store.threads, environment_of(store, found.winner.candidate))
-        nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
+        nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
         lines += train_with(*about, nodes=nodes, hostfile=hostfile, python=other_python(store.interpreter)).lines()
         if setup.storage is not None:

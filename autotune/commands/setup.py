@@ -357,7 +357,7 @@ def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) ->
         path = str(Path.cwd()) if request.script or request.workload else ""
         return _reserving(nodes.reach(request.device, request.gpus, cap, headroom, path), request)
     here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter)
-    return _reserving(slice_of(request.nodes, here), request)
+    return _reserving(here, request)
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
@@ -741,19 +741,6 @@ def _planned_hardware(name: str | None, request: Request, interpreter: Interpret
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
     hardware = dataclasses.replace(hardware, host_memory_bytes=host or hardware.host_memory_bytes)
     return _reserving(hardware.capped(cap), request)
-
-
-def slice_of(nodes: int | None, here: Hardware) -> Hardware:
-    """Return this many machines like this one, which stands for all of them; None: this one itself.
-
-    Raises:
-        UserError: impossible counts.
-    """
-    if nodes is None:
-        return here
-    if nodes < 1 or nodes * here.count > MOST_GPUS:
-        raise UserError(f"--nodes {nodes}: expected between 1 and {MOST_GPUS // here.count} machines like this one")
-    return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
 
 
 def _reserving(hardware: Hardware, request: Request) -> Hardware:

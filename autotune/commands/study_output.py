@@ -200,14 +200,9 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
         The table, its file of facts, and the number of its rows.
 
     Raises:
-        UserError: there is no such study, it has measured nothing, or part of its figures is predicted.
+        UserError: there is no such study, it or it has measured nothing.
     """
     store = StudyStore.load(study, storage)
-    if store.hardware.sliced:
-        raise UserError(
-            f"study {store.name} is of a slice: a table holds what was measured, and the other nodes' communication is "
-            "predicted; record a study of all nodes, or of one alone"
-        )
     out = out or output_file(store.folder, f"{store.name}.table.csv.gz")  # NAME.json is the winner's
     rows = _rows(store)
     if not any(row.kind is OutcomeKind.OK for row in rows.values()):

@@ -207,15 +207,12 @@ class Executor(Protocol):
         """Builders of the ops that were loaded or failed."""
         return ()
 
-    def for_search(
-        self, job: Job, on_phase: Callable[[str], None], complete: Callable[[Candidate, Outcome], Outcome] | None
-    ) -> Executor:
+    def for_search(self, job: Job, on_phase: Callable[[str], None]) -> Executor:
         """Return the executor of a search, which uses the same open machine.
 
         Args:
             job: the job, as the probe run found it.
             on_phase: receives the ranks' phase.
-            complete: adds to a measured outcome what was not measured, such as the communication of a node slice.
         """
         return self
 

@@ -1,4 +1,4 @@
-"""Local executor: run a candidate in rank processes, build its Outcome, extrapolate a node slice."""
+"""Local executor: run a candidate in rank processes, build its Outcome."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from typing import Any
 from autotune.errors import Cause, MachineError, Stopped, Unusable
 from autotune.executors.base import LaunchTarget, MeasureSpec, too_slow_outcome
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
-from autotune.predict.calibration import overhead_prior
 from autotune.predict.step_time import model_flops_per_token, size_seconds
-from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate, job_with_candidate, rank_variables, samples
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
@@ -32,7 +30,6 @@ from autotune.script.profile import RAN, SEEDS, SHARED_SEQUENCES
 from autotune.script.recorded import runs_user_code
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
-from autotune.util.units import GIB
 from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, classify_failure, suspected_limits
 from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
@@ -92,7 +89,6 @@ class LocalExecutor:
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
         self.cancelled, self.fault = cancelled, fault
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self.complete: Callable[[Candidate, Outcome], Outcome] = lambda _, outcome: outcome
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
         self.study, self.kept = study or folder, tuple(kept)
@@ -121,7 +117,7 @@ class LocalExecutor:
     @property
     def threads(self) -> int:
         """CPU threads per rank."""
-        return self.hardware.threads or threads_per_rank(self.hardware.processes)
+        return self.hardware.threads or threads_per_rank(self.hardware.count)
 
     def begin(self) -> None:
         """Start slow preparations in the background."""
@@ -166,7 +162,7 @@ class LocalExecutor:
             "env": {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")},
             "fault": self.fault("check"),
         }
-        check_group(self.launcher, self.hardware, spec, self.hardware.processes, self.folder / "check", self.cancelled)
+        check_group(self.launcher, self.hardware, spec, self.hardware.count, self.folder / "check", self.cancelled)
 
     def _switch_to_spawn(self, print_line: Callable[[str], None]) -> None:
         """Start every rank as a new interpreter from now on."""
@@ -184,21 +180,17 @@ class LocalExecutor:
     @property
     def resumes(self) -> bool:
         """Return True if trials can resume from a checkpoint: all ranks see the folder, and none is missing."""
-        # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
-        return not self.hardware.sliced and self.target.is_shared_path(self.folder.resolve())
+        return self.target.is_shared_path(self.folder.resolve())
 
     @property
     def runs_torch_alone(self) -> bool:
-        """Return True if the ranks of a whole training run here: a slice has no peers to send real gradients."""
-        return not self.hardware.sliced
+        """Return True: torch alone trains with the same ranks."""
+        return True
 
-    def for_search(
-        self, job: Job, on_phase: Callable[[str], None], complete: Callable[[Candidate, Outcome], Outcome] | None
-    ) -> LocalExecutor:
+    def for_search(self, job: Job, on_phase: Callable[[str], None]) -> LocalExecutor:
         """Return the executor of a search on this one's open machine; either of the two is closed."""
         found = copy.copy(self)
         found.job, found.on_phase = job, on_phase
-        found.complete = complete or self.complete
         return found
 
     def session(
@@ -354,8 +346,7 @@ class LocalSession:
         peak_bytes = max(measurement.peak_bytes, self._peak_bytes_outside_steps)
         measurement = dataclasses.replace(measurement, peak_bytes=peak_bytes)
         trace = TrainingTrace.merged([one.get("trace") for one in self._results])
-        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes, trace=trace)
-        return self._executor.complete(candidate, found)
+        return Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes, trace=trace)
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
@@ -381,7 +372,7 @@ class LocalSession:
             on_phase=executor.on_phase,
             print_line=executor.print_line,
         )
-        ranks = executor.hardware.processes
+        ranks = executor.hardware.count
         stop = group.start(executor.rank_module, ranks, self._spec(), deadline=deadline, logs=self._folder)
         return group.watch(lambda: len(self._ready) == ranks, deadline) if stop is WatchEnd.ARRIVED else stop
 
@@ -409,7 +400,6 @@ class LocalSession:
             "live": executor.count_live_tensors,
             "ops": list(executor.tried_ops),
             "resume": str(self._checkpoint) if self._checkpoint else None,
-            "slice_of": job.ranks if executor.hardware.sliced else None,
         }
 
     def _process(self, rank: int, message: Message) -> None:
@@ -433,7 +423,7 @@ class LocalSession:
         return self._await_answers(deadline)
 
     def _await_answers(self, deadline: float) -> WatchEnd:
-        world = self._executor.hardware.processes
+        world = self._executor.hardware.count
         return self._running().watch(lambda: len(self._answers) == world, deadline)
 
     def _failed(self, stop: WatchEnd) -> Outcome:
@@ -489,8 +479,7 @@ def measurement_of(
         results: the `measured` message of each rank, by rank.
         facts: report of rank 0 of a script.
     """
-    # ranks of a slice are timed separately; other ranks share one time
-    leading = max(results, key=lambda one: _pace(one, job).seconds) if hardware.sliced else results[0]
+    leading = results[0]  # all ranks have agreed on the times
     pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a probe run of a script
@@ -660,49 +649,6 @@ def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Ou
         kind = OutcomeKind.GPU_CONTENTION
         why += f", after {waited_seconds:.0f} s of waiting for the device's memory"
     return Outcome(kind, phase, reason=why, evidence="deadline of the budget", source=Source.BUDGET)
-
-
-# -- node slice --------------------------------------------------------------------------------------------------------
-#
-# Node slice: `--nodes N` on one machine, with predictions for the parts that are not measured.
-#
-# The ranks of a slice have a process group of the full world size that transfers nothing (`rank/base.py`). DeepSpeed
-# therefore allocates and computes the slice's share of the full job. Communication time is predicted and added. See
-# docs/clusters.md.
-
-
-class SliceExtrapolator:
-    """Adds predicted communication to a slice's measurement.
-
-    Its predictor does not learn, so that all trials are treated alike.
-    """
-
-    def __init__(self, job: Job, hardware: Hardware) -> None:
-        self._predictor = traced_predictor(job, hardware)
-        alone, together = overhead_prior(hardware, 1).mean, overhead_prior(hardware, hardware.count).mean
-        self._nccl_bytes = int((together - alone) * GIB)
-
-    def complete(self, candidate: Candidate, measured: Measurement) -> Measurement:
-        """Return a slice's measurement plus predicted communication seconds and NCCL memory."""
-        seconds = float(self._predictor.predict_many([candidate])[0].time["communication"])
-        step_seconds = measured.step_seconds + seconds
-        pace = measured.step_seconds / step_seconds
-        rates = {
-            name: value * pace
-            for name in ("samples_per_second", "tokens_per_second", "model_tflops_per_gpu", "mfu")
-            if (value := getattr(measured, name)) is not None
-        }
-        peak_bytes = measured.peak_bytes + self._nccl_bytes
-        return dataclasses.replace(
-            measured, step_seconds=step_seconds, peak_bytes=peak_bytes, predicted_seconds=seconds, **rates
-        )
-
-    def extrapolate(self, candidate: Candidate, outcome: Outcome) -> Outcome:
-        """Complete the measurement of an outcome, if it has one."""
-        if outcome.measurement is None:
-            return outcome
-        measured = self.complete(candidate, outcome.measurement)
-        return dataclasses.replace(outcome, measurement=measured, peak_bytes=measured.peak_bytes)
 
 
 # -- deadlines ---------------------------------------------------------------------------------------------------------

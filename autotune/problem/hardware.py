@@ -75,7 +75,6 @@ class Hardware:
     nodes: int = 1
     threads: int | None = None  # CPU threads per rank, as reported by the nodes; None: a share of this machine's
     unified: bool = False  # GPU memory is main memory, so that offloading to the CPU frees nothing
-    sliced: bool = False  # node slice: only one of the nodes is present and stands for all
     reserve_bytes: int = 0  # bytes of one device that another process will hold (`--reserve`)
 
     def __post_init__(self) -> None:
@@ -88,11 +87,6 @@ class Hardware:
     def per_node(self) -> int:
         """Number of devices in each node."""
         return self.count // self.nodes
-
-    @property
-    def processes(self) -> int:
-        """Number of ranks that run: all, or those of the one node of a slice."""
-        return self.per_node if self.sliced else self.count
 
     @property
     def network_gb_per_s(self) -> float:
@@ -190,8 +184,6 @@ class Hardware:
         free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
         whose = " of main memory" if self.unified else ""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        if self.sliced:
-            nodes += f" (a slice: {self.per_node} of them measured, the others' communication predicted)"
         return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}{whose}){cap}{nodes}"
 
 

@@ -97,8 +97,6 @@ class Measurement:
     # bytes, comparable to capacity: on CUDA the maximum of the process sizes that NVML shows and the ranks' own figures,
     # on CPU bytes of RLIMIT_DATA
     peak_bytes: int
-    # s; share of the step that was predicted: communication with nodes missing in a node slice
-    predicted_seconds: float | None = None
     micro_step_seconds: float | None = None  # s; forward and backward, except at the accumulation boundary
     boundary_seconds: float | None = None  # s; forward, backward, reduction and optimizer step at the boundary
     extrapolated: bool = False  # computed from micro-steps and boundary steps of a shortened accumulation

@@ -82,8 +82,7 @@ class BaseRank(ABC):
     def __init__(self, channel: Channel, spec: Message) -> None:
         self.channel, self.spec = channel, spec
         self.number: int = spec["rank"]
-        self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes (a node slice)
-        self.world: int = spec.get("slice_of") or spec["world"]  # ranks of the training
+        self.world: int = spec["world"]
         local: Any = spec.get("local_rank", self.number)
         self.local: int = local  # rank on its own host
         self.phase = Phase.START
@@ -142,15 +141,9 @@ class BaseRank(ABC):
         use_own_folder()
 
     def _join_group(self, device: Device) -> None:
-        backend = device.backend
-        if self.sliced:  # the fake backend transfers nothing: a gather copies the rank's own data
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            backend, store = "fake", FakeStore()
-        else:
-            store = self.rendezvous.store(self.torch, self.collective_timeout)
+        store = self.rendezvous.store(self.torch, self.collective_timeout)
         self.torch.distributed.init_process_group(
-            backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
+            device.backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )
         import deepspeed
 
@@ -248,11 +241,11 @@ class BaseRank(ABC):
 
         Ranks wait for each other within a step, so no rank stays slower for long.
         """
-        return [one / (1 if self.sliced else self.world) for one in self.reduce(seconds, "SUM")]
+        return [one / self.world for one in self.reduce(seconds, "SUM")]
 
     def reduce(self, seconds: list[float], operation: str) -> list[float]:
         """Reduce each element over the ranks by an operation of torch.distributed.ReduceOp. Every rank must call this."""
-        if self.world == 1 or self.sliced:
+        if self.world == 1:
             return seconds
         # A script may have set a default dtype of 16 bits and a default device.
         value = self.torch.tensor(seconds, dtype=self.torch.float64, device=self.own_device.torch_device())

@@ -97,8 +97,8 @@ class ModelRank(BaseRank):
 
     def _measure(self, request: MeasureRequest) -> None:
         self._set_batch(request)
-        # Weights have moved in later rungs of the engine, and ranks of a slice have parts of the gradients.
-        untraced = self.steps or self.sliced or self.spec.get("resume")
+        # Weights have moved in later rungs of the engine.
+        untraced = self.steps or self.spec.get("resume")
         self.trace = TraceRecorder(most_steps=0 if untraced else MOST_STEPS)
         device = self.own_device
         device.reset_peaks()

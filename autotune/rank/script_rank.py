@@ -130,8 +130,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.context = context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
-        if not self.sliced:  # ranks of a slice compute with parts of the gradients
-            context.trace = TraceRecorder(self.random_state)
+        context.trace = TraceRecorder(self.random_state)
         hooks.install(context)
         self._variables = dict(os.environ)
         self.random_state.install(context.patches)

@@ -41,7 +41,6 @@ from autotune.results.export import (
     lossy_settings,
     needs_of_loss,
     over_nodes,
-    slice_line,
     with_checkpointing,
     without_checkpointing,
     without_zero_init,
@@ -532,8 +531,6 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
             f"  {format_bytes(hardware.reserve_bytes)} of each device are left to another process (--reserve)",
             f"  weight sync: {left}",
         ]
-    if measured.predicted_seconds is not None:
-        lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
         lines.append(f"  resumes from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:

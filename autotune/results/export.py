@@ -26,7 +26,6 @@ from autotune.problem.candidate import (
     settings_of,
 )
 from autotune.problem.ds_config import value_at
-from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
 from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE, has_expert_modules
@@ -609,8 +608,6 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     facts = store.facts()
     if facts.references and facts.winner is not None and facts.winner.candidate == record.candidate:
         data["references"] = [one.to_json(record.candidate) for one in facts.references]
-    if store.hardware.sliced:
-        data["slice"] = slice_line(record.outcome.measurement, store.hardware)
     device, nodes = store.hardware.device, store.hardware.nodes
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)
@@ -728,17 +725,3 @@ def lossy_settings(candidate: Candidate, job: Job) -> list[str]:
         for name, how in lossy_of(candidate.as_dict, job.precision).items()
         if own.get(name) != candidate.get(name)
     ]
-
-
-# -- node slice --------------------------------------------------------------------------------------------------------
-#
-# Note on a study of a node slice: which of its figures are measured and which are predicted.
-
-
-def slice_line(measured: Measurement, hardware: Hardware) -> str:
-    """Describe the measured and the predicted part of a slice's Measurement."""
-    share = (measured.predicted_seconds or 0.0) / measured.step_seconds
-    return (
-        f"a slice: memory and computation measured on {hardware.processes} of {hardware.count} ranks; {100 * share:.0f} % of the "
-        "step is their communication, predicted and not measured"
-    )

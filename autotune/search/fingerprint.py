@@ -59,8 +59,6 @@ def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
         machine["reserve_bytes"] = hardware.reserve_bytes
     if hardware.nodes > 1:
         machine["nodes"] = hardware.nodes
-    if hardware.sliced:
-        machine["sliced"] = True
     if hardware.device == "cpu" or hardware.unified:
         del machine["memory_bytes"]  # main memory, which differs slightly between boots
     return {
@@ -80,7 +78,7 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     return {
         **found,
         **({SOURCES: known} if known else {}),
-        THREADS: hardware.threads or threads_per_rank(hardware.processes),
+        THREADS: hardware.threads or threads_per_rank(hardware.count),
         **_watched(),
     }
 

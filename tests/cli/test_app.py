@@ -36,6 +36,7 @@ FILES = {
         (("run", "--model", "tiny-llama", "--gpus", "0", "--device", "cpu"), "at least 1"),
         (("run", "--model", "tiny-llama", "--gpus", "4"), "found no GPU"),
         (("run", "--model", "tiny-llama", "--gpus", "four"), "valid integer"),
+        ((*BASE, "--nodes", "2"), "--nodes needs several machines"),
         ((*BASE, "--budget", "0"), "30m"),
         ((*BASE, "--budget", "30x"), "30m"),
         ((*BASE, "--budget=-5m"), "30m"),

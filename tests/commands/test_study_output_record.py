@@ -1,6 +1,5 @@
 """A study as a table, and the table searched in place of the machine."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -157,14 +156,3 @@ def test_facts_of_another_machine_stand_beside_no_table(tmp_path: Path, monkeypa
     write_replay_table(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
     assert (tmp_path / "t.json").is_symlink()
     assert json.loads(kept.read_text())["n_gpus"] == 4
-
-
-def test_a_slice_is_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    store = study_of_every_kind(tmp_path / "runs")
-    store._set("hardware", dataclasses.replace(store.hardware, nodes=2, count=4, sliced=True).to_json())
-    code, _, err = call(monkeypatch, capsys, "record", "s")
-    assert (code, "study s is of a slice" in err) == (2, True)
-    assert not list(tmp_path.rglob("*.table.*"))

@@ -149,7 +149,7 @@ def test_ranks_on_cpus_share_memory_by_an_op_whatever_the_config() -> None:
 def exported(store: StudyStore, folder: Path, style: str = "deepspeed", **knobs: Value) -> tuple[Path, dict[str, Any]]:
     """A measured trial's file, and what is said beside it; it has also gone on from a checkpoint, at 321 bytes."""
     candidate, space = make_candidate(2, offload_optimizer="cpu", **knobs), load_space("cpu_demo")
-    measured = Measurement(2.0, 0.01, 5, 4.0, 128.0, 200, predicted_seconds=0.5)
+    measured = Measurement(2.0, 0.01, 5, 4.0, 128.0, 200)
     number = store.start(candidate, space)
     store.finish(number, Outcome(OutcomeKind.OK, measurement=measured))
     store.finish(store.start(candidate, space, RESUME), Outcome(OutcomeKind.OK, measurement=measured, peak_bytes=321))
@@ -213,11 +213,6 @@ def in_a_shell(text: str) -> dict[str, str]:
     done = subprocess.run(["bash", "-c", text], env={"PATH": os.defpath}, capture_output=True, text=True, check=True)
     found = dict(line.split("=", 1) for line in done.stdout.splitlines())
     return {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")}
-
-
-def test_of_a_slice_it_says_what_was_not_measured(tmp_path: Path) -> None:
-    _, told = exported(study_of(dataclasses.replace(GPUS, sliced=True)), tmp_path)
-    assert told["slice"].startswith("a slice: memory and computation measured on 2 of 4 ranks; 25 % of the step is ")
 
 
 def test_the_nodes_are_the_studys(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def _shared(key: str, found: dict[str, Any] | None = None) -> dict[str, Any] | N
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_backend() == "fake":  # ranks of a slice have no store in common
+    if not dist.is_initialized():
         return None
     store, name = dist.distributed_c10d._get_default_store(), f"autotune/largest/{key}"
     if found is not None:

@@ -34,7 +34,7 @@ from autotune.results.console import (
     shortened,
     train_with,
 )
-from autotune.results.export import environment_of, lossy_settings, slice_line, training_changes
+from autotune.results.export import environment_of, lossy_settings, training_changes
 from autotune.results.report.knob_effects import Judgement, effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
@@ -233,7 +233,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
         nodes = store.hardware.nodes
-        hostfile = None if store.hardware.sliced else hostfile_of(store.folder or Path())  # no nodes were named
+        hostfile = hostfile_of(store.folder or Path())
         python = str(store.python) if store.python else None
         about = (winner.candidate, job, store.name, config, *given)
         how = train_with(*about, nodes=nodes, hostfile=hostfile, python=python)
@@ -303,8 +303,6 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
         lines.append(f"Resumes from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
     elif not resumed[-1].ok:
         lines.append(f"It is not known if it resumes from a checkpoint: {shortened(resumed[-1].reason, MOST_TEXT)}")
-    if measured.predicted_seconds is not None:
-        lines.append(f"{slice_line(measured, hardware).capitalize()}.")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
     lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]

@@ -411,14 +411,13 @@ def test_the_data_is_exact_and_whole(tmp_path: Path) -> None:
     assert rows[3]["knob.overlap_comm"] is None, "stage 0 reads no such knob"
 
 
-@pytest.mark.parametrize("sliced", [True, False])
-def test_a_slice_has_no_hostfile_to_train_with(sliced: bool) -> None:
+def test_the_commands_of_several_nodes_name_the_hostfile() -> None:
     profile = {"loader_prepared": False, "flags": [], "through_arguments": True}
     script = Script(("train.py",), "/work", profile=profile)
-    hardware = dataclasses.replace(machine(), count=4, nodes=2, sliced=sliced)
+    hardware = dataclasses.replace(machine(), count=4, nodes=2)
     store = StudyStore.in_memory(dataclasses.replace(make_job(4), script=script), hardware, space())
     commands = " ".join(text for _, text in report_of(everything(store)).verdict.run_now)
-    assert f"--hostfile {'HOSTFILE' if sliced else 'hostfile'} " in commands
+    assert "--hostfile hostfile " in commands
 
 
 @pytest.mark.slow
