@@ -1,8 +1,9 @@
 PYTHON ?= python3
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-every cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners clean gpu-acceptance
+.PHONY: run test test-gate test-all nightly cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners clean gpu-acceptance
 
 # Where there is no GPU, DeepSpeed's CPU ops are built with the rest: the first trial that offloads would do it in the study's
 # time, and of three workers of the tests two would wait for the third.
@@ -14,20 +15,24 @@ DEMO := $(if $(GPU),--model smollm2-360m --budget $(or $(BUDGET),10m),\
 	--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 704MiB --exhaustive --budget $(or $(BUDGET),165s))
 
 run: $(READY)
-	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
+	$(BIN)/python -m autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
 
 # In an order drawn anew each time (`--randomly-seed=N` repeats one). Tests that share what is dear to make run in one worker:
 # DEAR in tests/conftest.py. Many tests wait, for hosts that are lost and engines that start: on two cores a third worker uses them meanwhile.
-PYTEST := $(BIN)/python -m pytest -n 3
+JUNIT ?= build/tests.xml
+PYTEST := $(BIN)/python -m pytest -n 3 --durations=20 --junitxml="$(JUNIT)"
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
+test-gate: $(READY)  # and the slow tests of the main paths
+	$(PYTEST) -m "not slow or main_path"
+
 test-all: $(READY)
 	$(PYTEST) --hypothesis-profile thorough
 
-test-every: $(READY)
-	AUTOTUNE_EVERY_TEST=1 $(PYTEST) --hypothesis-profile thorough
+nightly: $(READY)  # the long set: hours; PARTS=test-oldest,flakes runs these parts
+	$(BIN)/python .ci/nightly.py $(subst $(comma), ,$(PARTS))
 
 setup: $(VENV)/.installed
 
@@ -45,15 +50,17 @@ $(VENV)/.ops: $(VENV)/.installed
 	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$(LOAD_OPS)" \
 		&& touch $@ || echo "DeepSpeed's CPU ops were not built" >&2
 
-# The oldest supported versions, in an environment of their own: ranks, exports, versions. DeepSpeed's ops are built first, since
-# two workers that wait for compilers run into their tests' limits. The seed is left alone: DeepSpeed 0.16 has a hook of
+# The oldest supported versions, in an environment of their own: ranks, exports, versions. It has links to this environment's torch,
+# which saves a download; OLD_TORCH=2.6.0 installs the oldest torch in yet another one. DeepSpeed's ops are built first, since two
+# workers that wait for compilers run into their tests' limits. The seed is left alone: DeepSpeed 0.16 has a hook of
 # pytest-randomly's that refuses a seed of more than 32 bits.
-OLD := .venv-oldest
+OLD_TORCH ?=
+OLD := .venv-oldest$(OLD_TORCH)
 IN_OLD := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLD)/extensions" PATH="$(CURDIR)/$(OLD)/bin:$$PATH" $(OLD)/bin/python
 OLD_TESTS := tests/test_versions.py tests/predict/test_features_versions.py tests/predict/test_zero_memory_unmodelled_keys.py \
 	tests/rank tests/results/test_export_loaded.py tests/test_scripts.py
 test-oldest: $(OLD)/.ops
-	$(IN_OLD) -m pytest -n 2 --randomly-dont-reset-seed -m "not slow" $(OLD_TESTS)
+	$(IN_OLD) -m pytest -n 2 --junitxml="$(JUNIT)" --randomly-dont-reset-seed -m "not slow" $(OLD_TESTS)
 
 # Of these what differs most between versions: what CI has time for.
 OLD_FIRST := tests/test_versions.py tests/predict/test_features_versions.py tests/rank/test_versions.py tests/rank/test_checkpoints.py \
@@ -66,9 +73,9 @@ $(OLD)/.ops: $(OLD)/.installed
 	DS_ACCELERATOR=cpu $(IN_OLD) -c "$(LOAD_OPS)"
 	touch $@
 
-$(OLD)/.installed: pyproject.toml environments/oldest.txt
-	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
-	$(OLD)/bin/python -m pip install -q torch==2.13.0
+$(OLD)/.installed: pyproject.toml environments/oldest.txt $(VENV)/.installed
+	test -x $(OLD)/bin/python || $(BIN)/python -m venv $(OLD)
+	$(if $(OLD_TORCH),$(OLD)/bin/python -m pip install -q torch==$(OLD_TORCH),$(BIN)/python .ci/share_torch.py $(OLD))
 	$(OLD)/bin/python -m pip install -q "setuptools>=77" wheel ninja -c environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation -r environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation --no-deps -e .
@@ -76,11 +83,9 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt
 
 # Several machines: real sshd's in network namespaces, a Slurm of two nodes, a PostgreSQL for several tuners, and a Ray of two, whose
 # packages lie in a folder of their own: they are 200 MB, and no other test is to find them.
-CLUSTER_PACKAGES := openssh-client openssh-server iproute2 slurm-wlm munge postgresql
 RAY := .venv-ray
 cluster-tests: setup $(RAY)/.installed
-	for tool in sshd ssh ip slurmctld slurmd munged initdb; do PATH=$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin) command -v $$tool >/dev/null || missing=1; done; \
-	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(CLUSTER_PACKAGES); fi
+	.ci/programs
 	$(BIN)/python -m pytest -n 0 -rs tests/executors/cluster tests/search/test_storage_servers.py tests/search/test_heartbeat.py \
 		tests/commands/test_run_several_tuners.py
 
@@ -89,15 +94,16 @@ $(RAY)/.installed: constraints.txt $(VENV)/.installed
 	touch $@
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 	$(BIN)/python .ci/prose.py
+	$(BIN)/python .ci/size.py
 
 .PHONY: docs picture
 docs: setup  # the site with its generated pages, into build/docs; a missing page or link ends it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 picture: setup  # the README's, of a new run: two minutes
 	$(BIN)/python docs/making/picture.py --record
@@ -140,13 +146,10 @@ mutants: setup
 gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by `gpu_acceptance.py --list`; on a lent machine: benchmarks/gpu
 	$(BIN)/python benchmarks/gpu/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
-.PHONY: benchmarks benchmarks-small
+.PHONY: benchmarks
 benchmarks: setup  # writes benchmarks/results anew but for what has a target of its own (faults, flakes, mutants, planted, winners, gpu-acceptance): hours
 	$(BIN)/python benchmarks/run_all.py
 	$(BIN)/python benchmarks/predict/published/error.py  # the errors that `autotune plan` shows
-
-benchmarks-small: setup  # shows that each runs; the tests run them too
-	$(BIN)/python benchmarks/run_all.py --small
 
 clean:
 	rm -rf $(VENV) build dist mutants *.egg-info

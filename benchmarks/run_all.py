@@ -1,6 +1,6 @@
 """Writes every file of benchmarks/results anew, one command after another: `make benchmarks`, which takes hours.
 
-`python benchmarks/run_all.py [NAME…]` writes only these. `--small` (`make benchmarks-small`) runs the small forms, whose
+`python benchmarks/run_all.py [NAME…]` writes only these. `--small` runs the small forms, whose
 results go to a temporary folder. A command that fails does not stop the others; the last line says which failed.
 """
 

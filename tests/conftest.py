@@ -138,9 +138,6 @@ settings.register_profile(  # `make mutants`: thousands of short runs that must 
 settings.load_profile("quick")
 
 
-EVERY_TEST = "AUTOTUNE_EVERY_TEST"  # variable that also runs what is marked `rare`
-
-
 def has_cuda() -> bool:
     if not nvml.all_cards():  # spares machines without a GPU the import
         return False
@@ -172,13 +169,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_rest_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # a slow one that begins last is waited for
     for item in items:
+        if item.get_closest_marker("slow"):
+            item.user_properties.append(("slow", ""))  # for .ci/junit.py
         used = SERVERS & set(getattr(item, "fixturenames", ()))
         group = DEAR.get(item.nodeid.partition("::")[0])
         assert not used or group, f"{item.nodeid} uses {used.pop()}: give its file a line in DEAR"
-    if not os.environ.get(EVERY_TEST):
-        for item in items:
-            if item.get_closest_marker("rare"):
-                item.add_marker(pytest.mark.skip(reason=f"{EVERY_TEST}=1 runs it, as `make test-every` does"))
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         for item in items:
             if item.get_closest_marker("gpu"):

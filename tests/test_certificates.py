@@ -37,6 +37,7 @@ def certificate(scripts: Scripts, found: Probe, certifier: Certifier, candidate:
     return certifier.certificate(candidate, outcome.trace)
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "dropout"])
 def test_a_script_that_trains_the_same_at_every_stage_raises_no_alarm(

@@ -20,6 +20,7 @@ CONFIG = '{"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "p
 SPACE = "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1, 2]}"
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_an_edited_module_is_another_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

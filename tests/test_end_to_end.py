@@ -183,6 +183,7 @@ def export(
     assert code == 0, err
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_the_exported_config_trains_under_plain_deepspeed(finished_study: FinishedStudy, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
@@ -207,6 +208,7 @@ def test_the_exported_config_trains_under_plain_deepspeed(finished_study: Finish
     assert train(tmp_path, *TORCHRUN, "train.py", str(config)).count("trained") == 2
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_the_training_arguments_train_under_trainer(
     finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -229,6 +231,7 @@ def test_the_training_arguments_train_under_trainer(
     assert train(tmp_path, *TORCHRUN, "trainer.py", "hf.json").count("trained") == 2
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_the_accelerate_config_trains_under_accelerate_launch(
     finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -259,6 +262,7 @@ def test_the_accelerate_config_trains_under_accelerate_launch(
 # -- studies without a winner --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_when_nothing_fits_it_says_what_came_closest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

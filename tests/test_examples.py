@@ -57,6 +57,7 @@ def test_a_model_by_its_name(copied: Path) -> None:
     assert str(folder) not in (runs / "share.json").read_text()
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_script_of_ones_own_is_tuned_and_trained(copied: Path) -> None:
     folder = copied / "trainer"
@@ -84,6 +85,7 @@ def test_a_workload(copied: Path) -> None:
     assert "zero_optimization" in json.loads((folder / "ds.json").read_text())
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_from_python(copied: Path) -> None:
     folder = copied / "python"

@@ -71,16 +71,12 @@ def printed(found: Probe, scripts: Scripts, candidate: Candidate, folder: Path) 
     return training_command(found.script, candidate, 2, str(config))
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("MINE=7 torchrun --nproc-per-node 2 --master-port PORT train.py --config ds.json", {"MINE": "7"}),
-        pytest.param(
-            "python -m torch.distributed.run --nproc_per_node=2 --standalone train.py --config=ds.json",
-            {},
-            marks=pytest.mark.rare,  # torchrun by another name, which tests/script/test_command_line.py reads
-        ),
         ("deepspeed --num_gpus 2 --master_port PORT train.py --config ds.json", {"LOCAL_SIZE": "2"}),
         (
             "accelerate launch --config_file acc.yaml --main_process_port PORT train.py",

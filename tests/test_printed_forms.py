@@ -137,7 +137,6 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
 
 
 @pytest.mark.slow
-@pytest.mark.rare
 def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,15 +52,12 @@ STYLES: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "stochastic_depth": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--gradient_accumulation"}, "", ()),
     "queue": ("", {}, CUT, ()),
 }
-USUAL = {"minrf", "tokens", "scaled_by_hand", "unfreeze"}
 OTHER_ROWS = {"ctc"}  # another cut trains on other rows, of noise that hides a factor of 1.5
 ALL = [("public.py", way) for way in PUBLIC] + [("styles.py", way) for way in STYLES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "way"), [one if one[1] in USUAL else pytest.param(*one, marks=pytest.mark.rare) for one in ALL]
-)
+@pytest.mark.parametrize(("file", "way"), ALL)
 def test_a_script_is_tuned_or_says_why_not(scripts: Scripts, tmp_path: Path, file: str, way: str) -> None:
     words, flags, note, otherwise = (PUBLIC if file == "public.py" else STYLES)[way]
     (tmp_path / "x.yaml").write_text("dataset: {train: {kwargs: {batch_size: 4}}}\naccelerate: {accumulation: 2}\n")

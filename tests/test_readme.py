@@ -15,6 +15,7 @@ def test_the_readme_opens_with_the_two_commands() -> None:
     assert commands[:2] == ["make run", "make test"]
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_make_run_runs_a_study_and_writes_its_winner(tmp_path: Path) -> None:
     before = set((ROOT / "runs").iterdir())

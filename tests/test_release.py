@@ -156,9 +156,15 @@ def steps(workflow: str) -> list[dict[str, Any]]:
     return [step for job in WORKFLOWS[workflow]["jobs"].values() for step in job.get("steps", [])]
 
 
-def test_workflows_test_newest_and_oldest_and_what_is_published() -> None:
-    commands = [step["run"] for step in steps("test") if "run" in step]
-    assert {".ci/run", "make test-oldest", "python -m build", "python -m twine check --strict dist/*"} <= set(commands)
+def test_workflows_run_the_gate_the_long_set_and_check_what_is_published() -> None:
+    commands = [step["run"] for name in ("test", "nightly") for step in steps(name) if "run" in step]
+    assert {".ci/run", "make nightly", "python -m build", "python -m twine check --strict dist/*"} <= set(commands)
+    assert "schedule" in WORKFLOWS["nightly"][True], "`on` is YAML's true"
+    pythons = [
+        job["strategy"]["matrix"]["python"] for job in WORKFLOWS["nightly"]["jobs"].values() if "strategy" in job
+    ]
+    newest = ".".join(map(str, RANGES["python"][1]))
+    assert pythons[0][-1] == newest
     for command in commands:
         for target in re.findall(r"make ([\w-]+)", command):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

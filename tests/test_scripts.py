@@ -78,6 +78,7 @@ def entries(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if "runs" not in path.parts}
 
 
+@pytest.mark.main_path
 @pytest.mark.parametrize(
     ("name", "arguments", "config", "flags"),
     [
@@ -254,6 +255,7 @@ def steps_in_no_sync() -> bool:
     return "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["training_data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "training_data")]
@@ -361,6 +363,7 @@ def test_a_trainers_epoch_may_end_with_a_short_step(scripts: Scripts, tmp_path: 
     assert outcome.ok, outcome
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
@@ -370,6 +373,7 @@ def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: 
     assert outcome.kind is OutcomeKind.OOM_DEVICE, outcome
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
@@ -385,6 +389,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     assert "--map train_micro_batch_size_per_gpu" in outcome.reason
 
 
+@pytest.mark.main_path
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "says"),
@@ -654,6 +659,7 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     return baseline.peak_bytes
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "convert", "steps"),
@@ -710,6 +716,7 @@ def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> Non
     assert steps == [*range(1, 7), *range(5, 11)]
 
 
+@pytest.mark.main_path
 @pytest.mark.parametrize(
     ("before", "after", "convert"),
     [
@@ -945,6 +952,7 @@ def test_a_training_has_the_users_environment_and_its_configs(tmp_path: Path, mo
         assert not {*quiet} & told.keys()
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))

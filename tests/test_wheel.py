@@ -97,6 +97,7 @@ def test_what_is_in_wheel_and_source(dist: Path, wheel: Path) -> None:
     assert not [name for name in given if name.startswith(("tests", "benchmarks", "docs/"))]
 
 
+@pytest.mark.main_path
 def test_what_is_published_is_whole(dist: Path) -> None:
     """As PyPI's own checker sees it: the metadata, and a README that it can show."""
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
@@ -106,6 +107,7 @@ def test_what_is_published_is_whole(dist: Path) -> None:
     assert done.stdout.count("PASSED") == 2
 
 
+@pytest.mark.main_path
 def test_in_one_environment(wheel: Path, user: Path, tmp_path: Path) -> None:
     """`pip install deepspeed-autotune` where torch, deepspeed and transformers are."""
     python = make_environment(user, [*TUNER, "torch", "deepspeed", "transformers"])

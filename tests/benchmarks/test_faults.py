@@ -186,7 +186,7 @@ def test_a_training_under_faults_with_ranks_that_train_nothing(
 @pytest.mark.parametrize(
     ("first", "faults", "episodes"),
     [
-        pytest.param(0, 30, set(EPISODES), marks=pytest.mark.rare),
+        (0, 30, set(EPISODES)),
         (1, 5, {"calls", "study"}),  # calls have four faults at most
     ],
 )

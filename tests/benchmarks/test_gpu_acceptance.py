@@ -51,14 +51,6 @@ from tests.workers import failures
 Results = dict[str, Any]
 # steps that take seconds; the others are whole calls of `autotune run`, groups of ranks, or build ops
 CHEAP = ("facts",)
-RARE = {
-    "doctor",  # builds three ops; tests/commands/test_doctor.py
-    "study",  # benchmarks/gpu/rehearse.sh in `.ci/run`
-    "gain",  # two of the studies that `product` makes
-    "fidelity",  # `product` trains by torchrun, too
-    "capped",  # in rehearsal the rows of `predictions`
-    "held_back",  # in rehearsal the rows of `predictions`
-}
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
@@ -83,7 +75,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 def steps() -> Iterator[Any]:
     for step in BY_NAME:
-        yield pytest.param(step, marks=[pytest.mark.slow] * (step not in CHEAP) + [pytest.mark.rare] * (step in RARE))
+        yield pytest.param(step, marks=[pytest.mark.slow] * (step not in CHEAP))
 
 
 @pytest.mark.slow

@@ -32,37 +32,11 @@ def run_small(command: str, *options: str) -> str:
     return done.stdout
 
 
-RARE_COMMANDS = {
-    "training/winners.py",  # tests/test_printed_forms.py
-    "reliability/mutants.py",  # `make mutants`
-}
-RARE = {  # up to a minute each; other tests run their parts
-    "frameworks-cpu",  # tests/frameworks
-    "vs-deepspeed-cpu",
-    "scripts-cpu",  # tests/test_scripts.py
-    "recovery-cpu",  # tests/recovery
-    "sandbox",  # tests/sandbox
-    "trials-cpu",  # tests/executors/test_local.py
-    "nodes",  # tests/benchmarks/test_nodes.py, tests/executors/cluster
-    "first-step-cpu",  # calls of `autotune run`: tests/test_examples.py
-    "parallel-cpu",  # tests/commands/test_run_parallel.py
-    "predictor",  # tests/predict/test_zero_memory.py, tests/benchmarks/test_published.py
-    "reliability-large",  # tests/benchmarks/test_reliability.py
-    "search",  # the same program makes the sequences of tests/golden
-    "reliability-kills",  # calls that are killed, in tests/benchmarks/test_faults.py
-    "reliability-conditions",  # tests/benchmarks/test_reliability.py, tests/commands/test_failing_storage.py
-    "fidelity-cpu",  # the step `product` of tests/benchmarks/test_gpu_acceptance.py
-    "reliability-growth",  # calls of `autotune run`, and the table and slopes of tests/benchmarks/test_reliability.py
-    "variants-cpu",  # two jobs in turn; tests/executors/test_local_knobs.py measures the loss in chunks
-    "published",  # tests/benchmarks/test_published.py
-    "live_tensors_cpu",  # tests/predict/test_zero_memory_live.py
-    "cpu-ranks",  # tests/benchmarks/test_cpu_ranks.py
-}
 WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with a dozen faults
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE)) for name in SMALL])
+@pytest.mark.parametrize("name", SMALL)
 def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, tmp_path: Path) -> None:
     command, *options = SMALL[name]
     path = tmp_path / "result.json"
@@ -76,10 +50,7 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE_COMMANDS)) for name in OF_THE_TESTS if name != WHOLE],
-)
+@pytest.mark.parametrize("command", [name for name in OF_THE_TESTS if name != WHOLE])
 def test_the_commands_with_a_target_of_their_own_have_a_small_form(command: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     run_small(command, "--small", "--json", str(path))

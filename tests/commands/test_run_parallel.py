@@ -34,6 +34,7 @@ knobs:
 JOB = ("--model", "tiny-gemma-2", "--device", "cpu", "--seq-len", "16", "--space", "few.yaml", "--study", "s", "--yes")
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_two_at_once(tmp_path: Path) -> None:
     if usable_cpus() < 2:

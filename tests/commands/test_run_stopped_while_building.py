@@ -55,6 +55,7 @@ def test_a_run_ends_with_its_compilers(tmp_path: Path, compiler: SlowCompiler, n
     assert out.strip().splitlines()[-1] == "autotune: stopped before anything was measured"
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_cold_ranks_find_their_ops_built_before(tmp_path: Path, compiler: SlowCompiler) -> None:
     code, out = stopped(compiler, tmp_path, signal.SIGTERM, *MODEL, "--isolation", "spawn")

@@ -25,6 +25,7 @@ from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import Bench, capped_ranks, make_candidate, make_job, pid_lives, wait_until
 
 
+@pytest.mark.main_path
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_every_stage_is_measured(bench: Bench, stage: int) -> None:
     outcome = bench.run(make_candidate(stage, 2, 2))
@@ -39,6 +40,7 @@ def test_every_stage_is_measured(bench: Bench, stage: int) -> None:
     assert not measured.extrapolated
 
 
+@pytest.mark.main_path
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "knobs", [{"offload_optimizer": "cpu"}, {"activation_checkpointing": True}, {"overlap_comm": True}]
@@ -74,6 +76,7 @@ def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench)
         session.measure(make_candidate(2), measure_spec, 5.0)
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_verification_is_a_certificate(bench: Bench) -> None:
     outcome = bench.run(make_candidate(3, 2, 4), measure_spec=VERIFY)
@@ -86,6 +89,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"
 
 
+@pytest.mark.main_path
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None:

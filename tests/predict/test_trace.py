@@ -43,6 +43,7 @@ def test_reference_traces_are_met_within_one_per_cent() -> None:
     assert sum(trace.of(True).flops) == pytest.approx(row["flops1_1"], rel=1e-9)
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma-2"])
 def test_two_shallow_traces_tell_a_deep_one_exactly(model: str) -> None:

@@ -22,8 +22,7 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
             "bf16",
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
             (0,),
-            # it builds FusedAdam; test_zero_memory.py has recorded rows of this config
-            marks=[pytest.mark.slow, pytest.mark.rare],
+            marks=pytest.mark.slow,  # it builds FusedAdam
         ),
         # BF16_Optimizer at stage 1, one flat buffer at stage 2
         ("bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, (2,)),
@@ -37,6 +36,7 @@ def test_engines_made_now_are_met_too(
     check(bench, job, [make_candidate(stage, 1 if config else 3) for stage in stages])
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task", "precision", "stages"),

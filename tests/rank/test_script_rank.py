@@ -83,6 +83,7 @@ def test_a_script_finds_its_groups_port_and_the_kernel_takes_it_before_the_tuner
     assert "seen 28765 1000" in (tmp_path / "rank.log").read_text().splitlines()
 
 
+@pytest.mark.main_path
 @pytest.mark.few(1)
 @pytest.mark.parametrize("candidate", [None, make_candidate(2, 4, 3)], ids=["as it is", "under a candidate"])
 def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Candidate | None) -> None:

@@ -40,6 +40,7 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, *, cold: bool = F
     return trace
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "config"),

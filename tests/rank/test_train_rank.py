@@ -101,6 +101,7 @@ def test_a_script_without_deepspeed_trains_and_is_noticed(parent: Parent, tmp_pa
     assert rank.exit_status() == 0
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_loaded_checkpoint_is_told(parent: Parent, tmp_path: Path) -> None:
     text = LOOP.format(steps=2) + f"engine.save_checkpoint({str(tmp_path / 'out')!r})\n    "
@@ -155,6 +156,7 @@ def test_what_an_attempt_has_left_before_its_first_save_does_not_end_the_next(
         assert (tmp_path / "found").read_text().endswith(found)
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["latest", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(parent: Parent, tmp_path: Path, damaged: str) -> None:

@@ -234,6 +234,7 @@ def test_an_older_checkpoint_is_not_getting_on(launch: Launch) -> None:
     assert "--max-restarts 2 reached" in launch.says[-1]
 
 
+@pytest.mark.main_path
 @pytest.mark.few(1)
 @pytest.mark.parametrize("begun", [{"output": "out"}, {"output": "out", "resumed": "out/checkpoint-5", "written": 7}])
 @pytest.mark.parametrize("end", [{"error": DISK}, pytest.param({"signal": "SIGABRT"}, marks=pytest.mark.slow)])
@@ -270,6 +271,7 @@ def test_a_script_in_phases_is_where_it_has_gone_on_last() -> None:
     assert (end.resumed_from, end.origin) == ("one", "two 7")
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_step_down_has_ends_of_its_own(launch: Launch) -> None:
     alike = {"steps": 9, "output": "out"}

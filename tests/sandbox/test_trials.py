@@ -85,6 +85,7 @@ def test_a_dozen_ways_in_a_real_trial(scripts: Scripts, base: Path) -> None:
     assert tree_of(base) == before
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_dozen_ways_in_a_probe_and_a_trial_through_an_agent(base: Path, tmp_path: Path) -> None:
     script, candidate = harmful_script(base), make_candidate(1, 4, 1)

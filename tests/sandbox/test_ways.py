@@ -45,7 +45,6 @@ def test_no_way_changes_a_users_file(number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rare
 @pytest.mark.parametrize(("protection", "user"), MODES)
 def test_no_way_changes_a_users_file_in_any_mode(protection: str, user: int) -> None:
     check(protection, user, OTHERS)
@@ -73,7 +72,6 @@ def check(protection: str, user: int, ways: list[Way]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rare
 def test_every_way_changes_a_file_without_a_sandbox() -> None:
     """Keeps the table honest: a way that changes nothing proves nothing."""
     found = run_ways("none", 0, OTHERS)

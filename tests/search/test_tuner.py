@@ -52,6 +52,7 @@ def search(
     return tuner.run(), executor, store
 
 
+@pytest.mark.main_path
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_it_finds_the_best_soon_and_verifies_it(whole_table: ReplayTable, seed: int) -> None:
     replay_table = whole_table

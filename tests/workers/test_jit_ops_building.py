@@ -56,6 +56,7 @@ def test_two_at_once_build_once(tmp_path: Path, compiler: SlowCompiler) -> None:
     assert sorted(states(found)[0] for found in lines) == ["done", "loading"], "the second finds it built"
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_killed_build_is_gone_on_with_at_once(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = compiler.environment(tmp_path / "home")

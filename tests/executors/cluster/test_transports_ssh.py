@@ -193,6 +193,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
         assert not cluster.broken
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path: Path) -> None:
     program = (
@@ -262,6 +263,7 @@ def test_every_stage_is_measured_across_two_hosts(spread_bench: LocalExecutor, s
     assert (Path(outcome.log) / "rank1.log").exists(), "logs come back"
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_out_of_memory_on_one_of_them(spread_bench: LocalExecutor) -> None:
     """A real one, under the rank's cap."""
@@ -315,6 +317,7 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 # -- the command line --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.main_path
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) -> None:
     words = [*TINY_RUN, "--hostfile", str(left_hosts.hostfile())]
