@@ -64,7 +64,7 @@ def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:
             `tokens`, `price` and so on.
 
     Returns:
-        The fastest configs that fit, each way to train, other GPUs that would do, and changes that would help.
+        The fastest configs that fit, each way to train, and other GPUs that would do.
 
     Raises:
         autotune.errors.BadArgument: bad input; it is a ValueError and a UserError.

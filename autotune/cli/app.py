@@ -93,12 +93,12 @@ def _tune(request: Request, shown: Console) -> None:
     epilog=examples(
         "plan --model gemma-2-2b --gpu a100-80gb --gpus 8",
         "plan --model gemma-2-2b --gpus 8 --compare rtx4090,a100-80gb,h100",
-        "plan job.yaml --html plan.html",
+        "plan job.yaml --json",
     ),
 )
 @takes_request
 def plan(request: Request) -> None:
-    """Predict which configs fit, their speed and cost, the GPUs needed, and what would help. Nothing is run."""
+    """Predict which configs fit, their speed and cost, and the GPUs needed. Nothing is run."""
     begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out

@@ -1,11 +1,10 @@
-"""Predictions without running: candidates, fewest GPUs, and changes that would help."""
+"""Predictions without running: candidates, fewest GPUs, and cheapest cards."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,15 @@ from autotune.predict.what_if import (
     host_bytes_per_node,
     known_errors,
     loading_bytes_per_node,
-    measured_cards,
     published_widening,
 )
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
-from autotune.problem.gpu_specs import GpuFacts, Price, gpu_table, price_table
+from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space
-from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, knobs_text
+from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, WayPlan
 
 
 def plans(
@@ -100,7 +98,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False
     The plan has the MOST_SHOWN fastest that surely fit (or else the likeliest to fit), and each way to train.
 
     Args:
-        elsewhere: add other machines that would suffice, and changes that would help.
+        elsewhere: add other machines that would suffice.
 
     Raises:
         UserError: the space has no candidate for the job.
@@ -140,9 +138,8 @@ def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False
         setup, OtherHardware(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed)
     )
     cards = tuple(_with_answer(card, plan.outlook) for card in machines.cards())
-    helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     shared = None if best or with_host is not None else _shared_sequences(machines)
-    return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped, shared=shared)
+    return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, shared=shared)
 
 
 def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]:
@@ -191,6 +188,7 @@ def _with_answer(card: CardPlan, answer: Outlook | None) -> CardPlan:
 
 
 MOST_SHOWN = 5  # fastest configs of a plan
+WORTH = 0.02  # share of memory or speed; a smaller gain of a loss in chunks is not shown
 LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
 
 
@@ -371,115 +369,3 @@ def _rank(card: CardPlan) -> tuple[bool, bool, bool, bool, float, str]:
     cost = card.best.usd if card.best else None
     long = card.best is not None and 3600 * card.best.hours > LONGEST_SECONDS
     return card.best is None, cost is None, long, card.extrapolated, cost or 0.0, card.gpu
-
-
-# -- plan gains --------------------------------------------------------------------------------------------------------
-
-WORTH = 0.02  # share of the speed; smaller gains are not shown
-MOST = 6
-_NVLINK_GB_PER_S = 300.0  # GB/s of one A100, one direction (NVIDIA's data sheet)
-
-
-def gains(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> tuple[PlannedGain, ...]:
-    """Return single changes of the job or the machine that are predicted to raise speed, best first, one of each kind."""
-    found: list[PlannedGain] = []
-    for what, hardware, job, detail in _changes(base):
-        gain = _gain(base, machines.fastest(machines.elsewhere.on(hardware, job)), what, detail)
-        found += [gain] if gain else []
-    found += _of_other_cards(base, machines, cards)
-    worth = sorted((gain for gain in found if gain.share >= WORTH), key=lambda gain: -gain.share)
-    return tuple(worth[:MOST])
-
-
-class _Detail(Enum):
-    """Detail of a gain, besides its share."""
-
-    NONE = 0
-    EACH_GPU = 1  # the remaining speed of each GPU
-    CONFIG = 2  # the config that the change allows, if it differs
-
-
-def _changes(base: Outlook) -> Iterator[tuple[str, Hardware, Job, _Detail]]:
-    """Yield each change with the changed hardware and job, and the detail of its gain."""
-    job, hardware, facts = base.job, base.hardware, base.hardware.gpu_facts
-    twice = _twice(hardware)
-    nodes = f" in {twice.nodes} nodes" if twice.nodes > 1 else ""
-    yield f"twice the GPUs: {twice.count} x {twice.name}{nodes}", twice, job, _Detail.EACH_GPU
-    roomier = dataclasses.replace(hardware, memory_bytes=2 * hardware.memory_bytes, memory_cap_bytes=None)
-    yield "twice the memory a GPU", roomier, job, _Detail.CONFIG
-    richer = dataclasses.replace(hardware, host_memory_bytes=16 * hardware.host_memory_bytes)
-    yield "all the main memory that offload can use", richer, job, _Detail.CONFIG
-    if facts is not None and hardware.per_node > 1 and facts.link == "pcie":
-        linked = _with(hardware, facts, link="nvlink", link_gb_per_s=_NVLINK_GB_PER_S)
-        yield "NVLink between the GPUs of a machine in place of PCIe", linked, job, _Detail.NONE
-    if facts is not None and hardware.nodes > 1:
-        rate = 2 * hardware.network_gb_per_s
-        wider = _with(hardware, facts, network_gb_per_s=rate)
-        yield f"twice the network: {8 * rate:.0f} Gbit/s a node", wider, job, _Detail.NONE
-    if job.global_batch_size is not None:
-        larger = dataclasses.replace(job, global_batch_size=2 * job.global_batch_size)
-        yield f"twice the global batch: {larger.global_batch_size} sequences", hardware, larger, _Detail.CONFIG
-    if job.lengths and not job.packed:
-        packed = dataclasses.replace(job, packed=True)
-        yield "packing the sequences (--packing)", hardware, packed, _Detail.CONFIG
-
-
-def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[PlannedGain]:
-    """Return gains of the same number of another card that can be rented: the fastest, and the cheapest per token."""
-    hardware, found = base.hardware, []
-    for card in cards:
-        if card.best is None or card.best.price is None or card.gpu == hardware.facts:
-            continue
-        tried = machines.tried(card.gpu, hardware.count, hardware.nodes)
-        place = tried.fastest() if tried else None
-        if tried is not None and place is not None:
-            found.append((float(tried.table.samples[place]), tried))
-    now = base.prediction.samples_per_second
-    faster = [(samples, tried) for samples, tried in found if samples > (1 + WORTH) * now]
-    if not faster:
-        return []
-    chosen = [max(faster, key=lambda one: one[0])]
-    chosen.append(min(faster, key=lambda one: _dollars(machines, one[1]) / one[0]))
-    gains = (
-        _gain(base, machines.fastest(tried), f"{_marked(tried.hardware)} in place of {hardware.name}", _Detail.CONFIG)
-        for _, tried in chosen
-    )
-    return list(dict.fromkeys(gain for gain in gains if gain))
-
-
-def _marked(hardware: Hardware) -> str:
-    extrapolated = hardware.name not in measured_cards()
-    return hardware.name + (" (extrapolated)" if extrapolated else "")
-
-
-def _dollars(machines: Machines, tried: JobPredictions) -> float:
-    """Return dollars per GPU hour; infinite if no price is known."""
-    price = machines.price(tried.hardware)
-    return price.usd_per_hour if price else float("inf")
-
-
-def _gain(base: Outlook, new: Outlook | None, what: str, detail: _Detail) -> PlannedGain | None:
-    """Return the gain of a change, or None if nothing fits with it."""
-    if new is None:
-        return None
-    share = new.tokens_per_second / base.tokens_per_second - 1
-    real = new.hardware.rates == base.hardware.rates and new.hardware.memory_bytes == base.hardware.memory_bytes
-    known = new.usd is not None and base.usd and (real or new.hardware.facts != base.hardware.facts)
-    more, knobs = "", knobs_text(new.prediction.candidate)
-    if detail is _Detail.EACH_GPU:
-        more = f"each {(1 + share) * base.hardware.count / new.hardware.count:.0%} as fast as now"
-    elif detail is _Detail.CONFIG and knobs != knobs_text(base.prediction.candidate):
-        more = knobs
-    return PlannedGain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, more)
-
-
-def _twice(hardware: Hardware) -> Hardware:
-    """Return hardware with twice the GPUs: in machines of at most PER_NODE, or of the present size if that is larger."""
-    grows = hardware.nodes == 1 and 2 * hardware.count <= PER_NODE
-    host = hardware.host_memory_bytes * (2 if grows else 1)
-    nodes = hardware.nodes if grows else 2 * hardware.nodes
-    return dataclasses.replace(hardware, count=2 * hardware.count, nodes=nodes, host_memory_bytes=host)
-
-
-def _with(hardware: Hardware, facts: GpuFacts, **rates: object) -> Hardware:
-    return dataclasses.replace(hardware, rates={**dataclasses.asdict(facts), **rates})

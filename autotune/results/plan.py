@@ -25,7 +25,7 @@ from autotune.util.units import GIB, format_bytes, format_count, format_hours, f
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
-# A plan: predictions of what fits, its speed and cost, what limits it and what would help.
+# A plan: predictions of what fits, its speed and cost, and what limits it.
 
 TOKENS = 1e9  # default tokens for hours and costs
 Interval = tuple[float, float]
@@ -229,16 +229,6 @@ class ChunkedLoss:
 
 
 @dataclass(frozen=True)
-class PlannedGain:
-    """A change to machine or job: its predicted speed relative to the speed without it, minus one."""
-
-    what: str
-    share: float
-    usd_share: float | None = None  # relative change of the cost per token
-    detail: str = ""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Predictions for one job on one machine. `best` is fastest first, or likeliest first if nothing surely fits."""
 
@@ -261,7 +251,6 @@ class Plan:
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     # cheapest first, those with measured rows before others; those without a price last
     cards: tuple[CardPlan, ...] = ()
-    gains: tuple[PlannedGain, ...] = ()  # best first
     errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 
     @property
@@ -311,7 +300,6 @@ class Plan:
             },
             "loading_bytes_per_node": round(self.loading_bytes),
             "loading_bytes_with_zero_init": round(self.zero_init_bytes),
-            "would_help": [vars(gain) for gain in self.gains],
             "fewest_gpus": self.own and self.own.to_json(),
             "cards": [card.to_json() for card in self.cards],
             "note": self.note,
@@ -356,7 +344,7 @@ def prediction_json(one: Prediction | None, job: Job) -> dict[str, Any] | None:
 
 # -- plan view ---------------------------------------------------------------------------------------------------------
 #
-# Print a plan: the answer first, then what limits it, what would help, and which machines would do.
+# Print a plan: the answer first, then what limits it, and which machines would do.
 
 _COLOURS = {
     "parameters": "blue",
@@ -399,7 +387,6 @@ def show_plan(plan: Plan, out: Console) -> None:
     _show_answer(plan, out)
     if line := chunked_loss_line(plan):
         _put(out, Text(line + "\n"))
-    _show_gains(plan, out)
     ways_table(plan).show(out)
     if plan.own is not None:
         _put(
@@ -594,32 +581,6 @@ def describe_errors(errors: KnownErrors) -> list[str]:
         speed = f"{rate(row.step_tokens / row.measured)} tokens/s, {row.predicted / row.measured:.2f}x"
         found.append(f"by others: {speed} of the prediction for it: {row}")
     return found
-
-
-GAINS_TITLE = "what would help most, by speed"
-NO_GAIN = "nothing tried would give 2 % more speed"
-
-
-def gain_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return (gain, change) of each change that would help, best first."""
-    rows = []
-    for gain in plan.gains:
-        usd = "" if gain.usd_share is None else f" (cost {gain.usd_share:+.0%})".replace("-0%", "+0%")
-        faster = f"{1 + gain.share:.1f} x" if gain.share >= 1 else f"+{gain.share:.0%}"
-        rows.append((faster, gain.what + usd + (f"; {gain.detail}" if gain.detail else "")))
-    return rows
-
-
-def _show_gains(plan: Plan, out: Console) -> None:
-    if not plan.best:
-        return
-    if not plan.gains:
-        if plan.own:
-            _put(out, Text(f"{NO_GAIN}\n", style="dim"))
-        return
-    _put(out, Text(GAINS_TITLE, style="bold"))
-    pairs = ((f" {faster}", change) for faster, change in gain_rows(plan))
-    _show_pairs(pairs, Column(justify="right", no_wrap=True), out)
 
 
 def _show_pairs(pairs: Iterable[tuple[str, str | Text]], first: Column, out: Console) -> None:

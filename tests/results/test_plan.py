@@ -22,7 +22,7 @@ from autotune.predict.what_if import (
     measured_cards,
     published_rows,
 )
-from autotune.problem.gpu_specs import Price, gpu_table, price_table
+from autotune.problem.gpu_specs import Price, gpu_table
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space
@@ -88,7 +88,6 @@ def test_a_whole_plan_is_readable_in_100_columns(whole: Plan) -> None:
         "at $0.59 a GPU and hour (RunPod, 2026-01)",
         "limited by",
         "ZeRO",
-        "what would help most",
         "GiB a node: main memory for what is offloaded",
         "fewest rtx4090:",
         "cheapest cards for 2 B tokens",
@@ -115,10 +114,6 @@ def test_cards_without_measured_rows_are_marked_and_those_without_a_price_are_no
         assert card.best
         assert card.best.price
         assert card.best.price.date in line
-    table = price_table()
-    for gain in whole.gains:
-        if " in place of " in gain.what and "NVLink" not in gain.what:
-            assert gain.what.split(" ")[0] in table
 
 
 def test_no_card_is_advised_in_fewer_gpus_than_it_fits_from(whole: Plan) -> None:
@@ -145,7 +140,6 @@ def test_programs_are_told_the_same(whole: Plan) -> None:
         assert low < outlook[name] < high
     assert data["fewest_gpus"]["gpu"] == "rtx4090"
     assert {card["gpu"] for card in data["cards"]} >= {"h100", "t4"}
-    assert data["would_help"][0]["share"] >= data["would_help"][-1]["share"]
     assert {way["stage"] for way in data["ways"] if way["offload"]} == {1, 2, 3}
     assert set(data["measured_error"]) == {"kind", "peak", "step", "nearest"}
 
@@ -177,7 +171,6 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     space.write_text("knobs: {zero_stage: [2, 3], train_micro_batch_size_per_gpu: [1, 2]}")
     (plan,) = plans(Request("llama-3.1-8b", 1, space=space), ["rtx3060"])
     assert plan.outlook is None
-    assert plan.gains == ()
     text = " ".join(shown(plan).split())
     assert "nothing of the space is predicted to fit" in text
     found = re.search(
