@@ -149,7 +149,6 @@ gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by
 .PHONY: benchmarks
 benchmarks: setup  # writes benchmarks/results anew but for what has a target of its own (faults, flakes, mutants, planted, winners, gpu-acceptance): hours
 	$(BIN)/python benchmarks/run_all.py
-	$(BIN)/python benchmarks/predict/published/error.py  # the errors that `autotune plan` shows
 
 clean:
 	rm -rf $(VENV) build dist mutants *.egg-info

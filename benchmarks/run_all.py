@@ -45,15 +45,8 @@ FULL: dict[str, list[str]] = {
         "--seeds",
         "10",
     ],
-    "published": ["predict/published/published.py"],
-    "published-jobs": [
-        "predict/published/published.py",
-        *(
-            word
-            for name in ("qlora_and_muon", "sequences")
-            for word in ("--csv", str(HERE / f"data/published/jobs/{name}.csv"))
-        ),
-    ],
+    "published": ["predict/published.py"],
+    "published-jobs": ["predict/published.py", "--table", "qlora_and_muon", "--table", "sequences"],
     "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],
     "search": ["search/search.py"],
@@ -111,7 +104,7 @@ SMALL: dict[str, list[str]] = {
 # Of what is not in results/. Older DeepSpeeds' beside them come from environments with these (docs/versions.md):
 # `python benchmarks/predict/live_tensors.py --only tiny-llama,2,bf16 --json FILE`, FILE
 # `benchmarks/data/live_tensors_deepspeed-VERSION_cpu.json`.
-# `benchmarks/data/published/jobs/experts_transformers-4.57.1.json` comes from `published.py --csv`, see docs/published.md.
+# `benchmarks/data/published/jobs/experts_transformers-4.57.1.json` comes from `published.py --table experts`.
 PLACES = {name: HERE / "data" for name in FULL if name.startswith("live_tensors")}
 # Files that have no result here, and why.
 EXEMPT = {
@@ -123,7 +116,6 @@ EXEMPT = {
     "trials/framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
     "trials/framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
     "predict/loading.py": "memory of ranks that load a checkpoint; docs/plan-output.md has its figures",
-    "predict/published/trials.py": "imported by published.py: trials on lent GPUs as rows",
     "predict/live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "reliability/planting.py": "imported by faults.py: faults of a study's trials",
     "reliability/__init__.py": "makes the folder a package",
@@ -131,19 +123,6 @@ EXEMPT = {
     "reliability/study_calls.py": "imported by stricken.py and reliability/: calls of `autotune run`",
     "reliability/stricken.py": "imported by faults.py: calls and trainings that are killed",
     "reliability/fault_ground.py": "imported by faults.py: where faults are planted, and what is left",
-    "predict/published/decisions.py": "imported by published.py: what a source states without a number",
-    "predict/published/gpus.py": "imported by published.py: GPUs by the names that people publish them under",
-    "predict/published/number_formats.py": "imported by published.py: numbers as people print them",
-    "predict/published/optimizers.py": "imported by published.py: optimizers by their published names",
-    "predict/published/parallel.py": "imported by published.py: stages and offloading by their published names",
-    "predict/published/precision.py": "imported by published.py: the types of weights and arithmetic",
-    "predict/published/words.py": "imported by published.py: the vocabulary of each column",
-    "predict/published/lora.py": "imported by published.py: adapters as people write them",
-    "predict/published/models.py": "imported by published.py: models by the names that people publish them under",
-    "predict/published/readers.py": "imported by published.py: a row as Job, Hardware and Candidate",
-    "predict/published/rows.py": "imported by published.py: a table's rows, units and kinds of figures",
-    "predict/published/scores.py": "imported by published.py: predictions beside what was measured",
-    "predict/published/sources.py": "imported by published.py: what each source says beyond the columns",
     "training/plainly/sitecustomize.py": "started by winners.py in each training: notes losses and weights",
     "trials/timed.py": "started by inturn.py around a training script",
     "trials/train_plain.py": "started by ranks.py under torchrun",
@@ -151,7 +130,6 @@ EXEMPT = {
     "predict/many_traces.py": "imported: traces for many jobs at once",
     "predict/caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
-    "predict/published/error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",
     "predict/shipped_traces.py": "writes autotune/data/traces.json; with --time, seconds of a plan",
     "docs/figures.py": "writes documents from results; measures nothing",
     "docs/stages.py": "imported by docs/figures.py: tables of the ZeRO stages",

@@ -16,7 +16,6 @@ from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
-from autotune.predict.what_if import published_widening
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import BATCH, global_batch_of, read_config, value_at
 from autotune.problem.hardware import Hardware, detect
@@ -276,7 +275,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
 
 
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
-    predictor = traced_predictor(plan.job, plan.hardware, widening=published_widening)
+    predictor = traced_predictor(plan.job, plan.hardware, widened=True)
     candidates, _ = predictor.buildable(plan.space.candidates(plan.job))
     ranked = predictor.ranked(predictor.table(candidates))
     if not ranked:

@@ -19,14 +19,7 @@ from autotune.predict.step_time import cores_of
 from autotune.predict.trace import missing_packages, trace_job, traced_predictor
 from autotune.predict.trace_cache import known_trace, with_runnable_attention
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import (
-    JobPredictions,
-    OtherHardware,
-    host_bytes_per_node,
-    known_errors,
-    loading_bytes_per_node,
-    published_widening,
-)
+from autotune.predict.what_if import JobPredictions, OtherHardware, host_bytes_per_node, loading_bytes_per_node
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
 from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
@@ -56,7 +49,7 @@ def plans(
         trace = traces.get(setup.job.precision)
         if trace is None:
             _announce_trace(setup, print_line)
-        predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
+        predictor = traced_predictor(setup.job, setup.hardware, trace, widened=True)
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
@@ -130,7 +123,6 @@ def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False
         loading_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware),
         zero_init_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware, zero_init=True),
         chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
-        errors=known_errors(setup.job, counted.candidate, setup.hardware, parameters),
     )
     if not elsewhere:
         return plan
@@ -146,7 +138,7 @@ def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]
     """Yield a line for each circumstance outside the candidate on which its training or speed depends.
 
     Sources: deepspeed 0.19.8, runtime/zero/leaf_module_config.py; torch/distributed/run.py, which sets OMP_NUM_THREADS; steps of
-    chenyaofo's gist, llmq and torchtune in `benchmarks/predict/published/published.py --rows`.
+    chenyaofo's gist, llmq and torchtune in `benchmarks/predict/published.py --rows`.
     """
     transformers = job.interpreter.version("transformers")
     if candidate.stage == 3 and job.ranks > 1 and has_expert_modules(job.model.config, transformers):
@@ -203,7 +195,7 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
     trace = trace_job(job, loss="chunked", device=hardware.device)
     if not trace.exact or not predictor.trace.exact:
         return None  # the closed form of the logits is the same
-    in_chunks = Predictor(job, hardware, trace, widening=predictor.widening)
+    in_chunks = Predictor(job, hardware, trace, widened=predictor.widened)
     whole = [one for one in candidates if not (one.get(LIGER) or ATTENTION in one.as_dict or LOSS in one.as_dict)]
     if before.candidate not in whole:
         return None  # its way of building the model has another trace
@@ -281,7 +273,7 @@ class Machines:
         self._tried: dict[tuple[str, int, int], JobPredictions | None] = {}
 
     def cards(self) -> tuple[CardPlan, ...]:
-        """Return every card: by cost per token, those with measured rows first, then those without a price, then the rest."""
+        """Return every card: cheapest first, then those too slow, those without a price, and those that are too small."""
         found = [self._card(name) for name in gpu_table()]
         return tuple(sorted(found, key=_rank))
 
@@ -365,7 +357,7 @@ class Machines:
         return (found for size in sizes if (found := self.tried(name, *size)))
 
 
-def _rank(card: CardPlan) -> tuple[bool, bool, bool, bool, float, str]:
+def _rank(card: CardPlan) -> tuple[bool, bool, bool, float, str]:
     cost = card.best.usd if card.best else None
     long = card.best is not None and 3600 * card.best.hours > LONGEST_SECONDS
-    return card.best is None, cost is None, long, card.extrapolated, cost or 0.0, card.gpu
+    return card.best is None, cost is None, long, cost or 0.0, card.gpu

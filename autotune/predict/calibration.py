@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.features import Floats
+from autotune.predict.features import Columns, Floats
 from autotune.predict.step_time import cores_of, host_limit_bytes
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -302,6 +302,31 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
     rates = {name: Prior(prior.mean, sigma(name)) for name, prior in known.items()}
     quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_QUIRKS if facts is None else {})
     return [*rates.values(), *quirks.values()]
+
+
+# -- coverage ----------------------------------------------------------------------------------------------------------
+#
+# Factors on the intervals of uncalibrated predictions, with which they hold 90 % of the published rows of a kind of job.
+# Source: `benchmarks/predict/published.py --coverage`. Every other kind has 1.
+
+_QLORA_PEAK = 1.47607
+_LORA_PEAK, _LORA_STAGE3_PEAK = 1.97101, 1.27933  # on several GPUs of one machine
+_STAGE3_PEAK = 1.49822  # full training on one GPU, without offload
+_STAGE3_STEP = 1.15256  # full training on several GPUs of one machine, without offload
+_NODES_STEP = 1.03368  # full training on several machines
+
+
+def coverage_factors(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:
+    """Return (n,) factors each on the intervals of peaks and of steps, until a trial has been observed."""
+    adapted, one_machine = columns.lora > 0, hardware.nodes == 1
+    alone, several = hardware.count == 1, one_machine and hardware.count > 1
+    whole_stage3 = (columns.stage == 3) & (columns.offload_optimizer == 0) & (columns.offload_param == 0)
+    peak = np.where(adapted & several, np.where(whole_stage3, _LORA_STAGE3_PEAK, _LORA_PEAK), 1.0)
+    if job.lora and job.lora.quantize:
+        peak = np.where(adapted, _QLORA_PEAK, peak)
+    peak = np.where(~adapted & whole_stage3 & alone, _STAGE3_PEAK, peak)
+    step = np.where(~adapted & whole_stage3 & several, _STAGE3_STEP, 1.0)
+    return peak, np.where(~adapted & (not one_machine), _NODES_STEP, step)
 
 
 # -- host memory constants ---------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from autotune.predict.calibration import (
     Neighbours,
     Posterior,
     Prior,
+    coverage_factors,
     fit,
     fit_host,
     jacobian_of,
@@ -88,10 +89,6 @@ def untraced(job: Job, *, device: str) -> Trace:
     raise UserError("not traced")
 
 
-# Returns (n,) factors each on the intervals of peaks and of steps.
-Widening = Callable[[Job, Hardware, Columns], tuple[Floats, Floats]]
-
-
 class Predictor:
     """Predicts for one job on one machine.
 
@@ -99,13 +96,13 @@ class Predictor:
         trace: of the job's model.
         tracer: traces other ways of making the model, like another attention. It may run the job's code, so the commands that
             read a study pass `trace_cache.stored_trace`; `predict.trace.traced_predictor` passes `trace.trace_job`.
-        widening: widens the intervals until something is observed; None: they stay.
+        widened: widen the intervals by `calibration.coverage_factors` until something is observed.
     """
 
     def __init__(
-        self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced, widening: Widening | None = None
+        self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced, *, widened: bool = False
     ) -> None:
-        self.job, self.hardware, self.tracer, self.widening = job, hardware, tracer, widening
+        self.job, self.hardware, self.tracer, self.widened = job, hardware, tracer, widened
         self.trace = trace
         self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
         # reason for each way of making the model that cannot be built
@@ -369,8 +366,8 @@ class Predictor:
         rows = c.micro_batch * c.accumulation * self.job.data_ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
         host_bytes = prepared.memory.host * float(np.exp(self._host.mean[0]))
-        if self.widening is not None and not self._seen:
-            of_peak, of_step = self.widening(self.job, self.hardware, c)
+        if self.widened and not self._seen:
+            of_peak, of_step = coverage_factors(self.job, self.hardware, c)
             peak_sigma, allocated_sigma = of_peak * peak_sigma, of_peak * allocated_sigma
             log_sigma = of_step * log_sigma
         sizes = (peak, peak_sigma, allocated, allocated_sigma, needed)

@@ -71,7 +71,7 @@ _ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0
 _ACHIEVABLE_ELSEWHERE = 0.85
 # Seconds of the processor per operator of an eager model, with the launch of its CUDA kernel. Two kinds of hosts: 18 us (a lower
 # bound by Qwen 1.8B at 256 to 1024 tokens, QwenLM/Qwen; 9 us and 5 to launch on an EPYC core at 1 thread), and 24 to 25 us on the
-# virtual machines of an H100 and an H200 (benchmarks/predict/published/error.py --trials). In between, as `calibration.TIME`'s
+# virtual machines of an H100 and an H200 (benchmarks/predict/published.py --trials). In between, as `calibration.TIME`'s
 # `starts` covers both.
 OPERATOR_SECONDS = 2.0e-5
 # Operators that a 4-bit product starts in addition: bitsandbytes 0.50 dequantizes the constants, adds their offset, dequantizes

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from autotune.errors import NotProtected, UserError
-from autotune.predict.predictor import Predictor, Widening
+from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import (
     RUNS_IT,
     cache_path,
@@ -264,14 +264,15 @@ def traced_predictor(
     job: Job,
     hardware: Hardware,
     trace: Trace | None = None,
-    widening: Widening | None = None,
+    *,
+    widened: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Predictor:
-    """Return a predictor that traces what it has to; `widening` as in `Predictor`, `cancelled` as in `trace_job`.
+    """Return a predictor that traces what it has to; `widened` as in `Predictor`, `cancelled` as in `trace_job`.
 
     Raises:
         UserError: the job names no model that could be built, or is a study's (`script.recorded`) and was not accepted.
     """
     tracer = functools.partial(trace_job, cancelled=cancelled)
     known = trace if trace is not None else tracer(job, device=hardware.device)
-    return Predictor(job, hardware, known, tracer, widening)
+    return Predictor(job, hardware, known, tracer, widened=widened)

@@ -1,35 +1,19 @@
-"""Predictions of a job on other machines, from one trace and a thinned space, and the predictor's published error."""
+"""Predictions of a job on other machines, from one trace and a thinned space."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.predict.features import Columns, Floats
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
-from autotune.problem.candidate import (
-    ACCUMULATION,
-    CHECKPOINTING,
-    MICRO_BATCH,
-    TRACED_KNOBS,
-    Candidate,
-    Value,
-    job_with_candidate,
-)
-from autotune.problem.gpu_specs import gpu_table
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, TRACED_KNOBS, Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
-from autotune.util.files import shipped_json
 
 PLENTY = 2**50  # bytes of main memory that hold any offload
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
@@ -108,7 +92,7 @@ class OtherHardware:
             dataclasses.replace(hardware, host_memory_bytes=PLENTY),
             self.first.trace,
             self.first.tracer,
-            self.first.widening,
+            widened=self.first.widened,
         )
         known = (one for other, device, one in self._prepared if device == hardware.device and other == job)
         like = next(known, None)
@@ -193,228 +177,3 @@ def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
         groups.setdefault(tuple(knobs.get(name) for name in _DECIDING), []).append(family)
     both = ((max(group, key=speed.__getitem__), min(group, key=size.__getitem__)) for group in groups.values())
     return list(dict.fromkeys(family for pair in both for family in pair))
-
-
-# -- known error -------------------------------------------------------------------------------------------------------
-#
-# Published measurements with their predictions before any calibration: `data/predictor_error.json`.
-#
-# `python benchmarks/predict/published/error.py` writes that file from the output of
-# `benchmarks/predict/published/published.py --json`. Errors, coverage and wider intervals by kind of job, and the nearest
-# measured rows, all come from these rows.
-
-FIGURES = ("peak", "step")
-LEAST_ROWS, LEAST_SOURCES = 5, 2  # of a kind; with fewer the next wider kind counts
-COVERAGE = 0.9  # share of the published rows of a kind that its intervals hold
-# Kinds of job, each wider than the one before: the fields of JobKind in which its rows agree.
-_WIDER = (
-    ("training", "stage", "offloaded", "devices"),
-    ("training", "offloaded", "devices"),
-    ("training", "devices"),
-    ("training",),
-    (),
-)
-_TRAININGS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}  # in words
-_NEAR = 4.0  # largest distance of a row that is shown; see `_distance`
-
-
-@dataclass(frozen=True)
-class JobKind:
-    """The properties of a job on which a prediction's error depends most."""
-
-    training: str  # one of _TRAININGS
-    stage: int
-    offloaded: bool  # optimizer or parameters
-    devices: str  # "one", "several" (in one machine) or "nodes" (several machines)
-
-    @classmethod
-    def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
-        """Return the kind of a candidate's training on the hardware."""
-        lora = job_with_candidate(job, candidate).lora
-        training = "full" if lora is None else "qlora" if lora.quantize else "lora"
-        return cls(training, candidate.stage, bool(candidate.offloaded), _devices(hardware))
-
-    def __str__(self) -> str:
-        return self.words(_WIDER[0])
-
-    def words(self, fields: Sequence[str]) -> str:
-        """Describe the jobs that agree with this one in `fields`."""
-        if not fields:
-            return "every kind of job"
-        offload = "with offload" if self.offloaded else "without offload"
-        stage = f"ZeRO {self.stage}{' with offload' if self.offloaded else ''}"
-        words = {
-            "training": _TRAININGS[self.training],
-            "stage": stage,
-            "offloaded": "" if "stage" in fields else offload,
-            "devices": {"one": "one GPU", "several": "several GPUs", "nodes": "several nodes"}[self.devices],
-        }
-        return ", ".join(words[name] for name in fields if words[name])
-
-
-def _devices(hardware: Hardware) -> str:
-    return "nodes" if hardware.nodes > 1 else "several" if hardware.count > 1 else "one"
-
-
-@dataclass(frozen=True)
-class PublishedRow:
-    """One published measurement, and its prediction before any calibration: bytes of a GPU, or seconds of a step."""
-
-    id: str
-    source: str
-    figure: str  # one of FIGURES
-    kind: JobKind
-    model: str
-    parameters: int
-    gpu: str
-    gpus: int
-    nodes: int
-    seq_len: int
-    micro_batch: int
-    checkpointing: bool
-    step_tokens: float  # of all GPUs together
-    measured: float
-    predicted: float
-    low: float
-    high: float
-
-    @property
-    def error(self) -> float:
-        """Signed error of the prediction, as a share of the measured value."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def stretch(self) -> float:
-        """Factor on the interval that would just hold the measured value; intervals of steps are symmetric in the logarithm."""
-        scale = math.log if self.figure == "step" else float
-        middle, measured = scale(self.predicted), scale(self.measured)
-        edge = scale(max(self.high if measured > middle else self.low, 1e-9))
-        return abs(measured - middle) / max(abs(edge - middle), 1e-9 * abs(middle))
-
-    def __str__(self) -> str:
-        where = f"{self.gpus} x {self.gpu}{f' in {self.nodes} nodes' if self.nodes > 1 else ''}"
-        again = ", checkpointing" if self.checkpointing else ""
-        how = f"{self.kind.words(('stage',))}, micro-batch {self.micro_batch}{again}"
-        return f"{self.model}, {self.seq_len} tokens, {where}, {how} ({self.source}, row {self.id})"
-
-
-@dataclass(frozen=True)
-class KnownError:
-    """Error of one figure on the published rows of a kind of job, before any calibration."""
-
-    kind: str  # in words; wider than the job's own if that has too few rows
-    rows: int
-    sources: int
-    bias: float  # median of the signed errors: above 0, too much memory or too long a step is predicted
-    median: float  # median error without sign
-    widening: float  # factor on the intervals with which they hold COVERAGE of the rows; at least 1
-    held: int  # rows inside the widened intervals
-
-
-@dataclass(frozen=True)
-class KnownErrors:
-    """Errors of jobs like one, and the measured rows that are nearest to it."""
-
-    kind: JobKind
-    peak: KnownError
-    step: KnownError
-    nearest: tuple[PublishedRow, ...]  # measured steps, nearest first
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the errors and rows for JSON; shares, bytes and seconds."""
-        return {
-            "kind": vars(self.kind),
-            "peak": vars(self.peak),
-            "step": vars(self.step),
-            "nearest": [
-                {**dataclasses.asdict(row), "tokens_per_second": row.step_tokens / row.measured} for row in self.nearest
-            ],
-        }
-
-
-def known_errors(job: Job, candidate: Candidate, hardware: Hardware, parameters: int) -> KnownErrors:
-    """Return the errors measured on jobs like this one, and the nearest measured rows.
-
-    Args:
-        parameters: elements of the model.
-    """
-    kind = JobKind.of(job, candidate, hardware)
-    far = {row: _distance(row, kind, candidate, hardware, job.seq_len, parameters) for row in published_rows()}
-    near = sorted((row for row, one in far.items() if row.figure == "step" and one < _NEAR), key=lambda row: far[row])
-    one_each = {(row.source, row.model): row for row in reversed(near)}  # the nearest of each
-    nearest = sorted(one_each.values(), key=lambda row: far[row])[:2]
-    return KnownErrors(kind, known_error(kind, "peak"), known_error(kind, "step"), tuple(nearest))
-
-
-def _distance(
-    row: PublishedRow, kind: JobKind, candidate: Candidate, hardware: Hardware, seq_len: int, parameters: int
-) -> float:
-    """Return the distance of a published row from a job: doublings of sizes and speeds, and what differs in kind."""
-    if "full" in (row.kind.training, kind.training) and row.kind.training != kind.training:
-        return math.inf
-    theirs, mine = gpu_table().get(row.gpu), hardware.gpu_facts
-    card = abs(math.log2(theirs.tflops / mine.tflops)) + 0.3 if theirs and mine else 2.0
-    return (
-        2 * abs(math.log2(row.parameters / parameters))
-        + abs(math.log2(row.gpus / hardware.count))
-        + (0.0 if mine and row.gpu == mine.name else card)
-        + 0.5 * abs(math.log2(row.seq_len / seq_len))
-        + 1.0 * (row.kind.training != kind.training)
-        + 2.0 * (row.kind.offloaded != kind.offloaded)
-        + 0.5 * (row.kind.stage != kind.stage)
-        + 0.5 * (row.checkpointing != candidate.checkpointing)
-    )
-
-
-@cache
-def known_error(kind: JobKind, figure: str) -> KnownError:
-    """Return the error of a figure for a kind of job, or for a wider kind if it has too few rows or sources.
-
-    QLoRA of any stage comes before LoRA, and LoRA before every kind.
-    """
-    for fields in _WIDER:
-        if not fields and kind.training == "qlora":
-            return known_error(dataclasses.replace(kind, training="lora"), figure)
-        rows = [
-            row
-            for row in published_rows()
-            if row.figure == figure and all(getattr(row.kind, name) == getattr(kind, name) for name in fields)
-        ]
-        sources = len({row.source for row in rows})
-        if not fields or (len(rows) >= LEAST_ROWS and sources >= LEAST_SOURCES):
-            break
-    stretches = sorted(row.stretch for row in rows)
-    widening = max(1.0, stretches[math.ceil(COVERAGE * len(rows)) - 1])
-    return KnownError(
-        kind.words(fields),
-        len(rows),
-        sources,
-        statistics.median(row.error for row in rows),
-        statistics.median(abs(row.error) for row in rows),
-        widening,
-        sum(one <= widening for one in stretches),
-    )
-
-
-def published_widening(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:
-    """Return (n,) factors each on the intervals of peaks and of steps; widened, each kind's hold COVERAGE of its rows."""
-    devices = _devices(hardware)
-    offloaded = (columns.offload_optimizer > 0) | (columns.offload_param > 0)
-    found, at = np.unique(np.stack([columns.lora > 0, columns.stage, offloaded]), axis=1, return_inverse=True)
-    adapted = "qlora" if job.lora and job.lora.quantize else "lora"
-    kinds = [JobKind(adapted if lora else "full", int(stage), bool(off), devices) for lora, stage, off in found.T]
-    peak, step = (np.array([known_error(kind, figure).widening for kind in kinds]) for figure in FIGURES)
-    return peak[at.ravel()], step[at.ravel()]
-
-
-@cache
-def measured_cards() -> frozenset[str]:
-    """Return the cards with published rows, by the names of `data/gpus.json`; predictions for all others are extrapolated."""
-    return frozenset(row.gpu for row in published_rows())
-
-
-@cache
-def published_rows() -> tuple[PublishedRow, ...]:
-    """Return the rows of `data/predictor_error.json`."""
-    data = shipped_json("predictor_error.json")
-    return tuple(PublishedRow(**{**row, "kind": JobKind(**row["kind"])}) for row in data["rows"])

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
-from autotune.predict.what_if import KnownErrors, host_bytes_per_node, measured_cards
+from autotune.predict.what_if import host_bytes_per_node
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
@@ -208,16 +208,11 @@ class CardPlan:
     fewest_offloading: Outlook | None  # smallest number with offload, with unlimited main memory
     best: Outlook | None  # cheapest, or without a price fastest per GPU, of 1 to 8, or of more if those are too few
 
-    @property
-    def extrapolated(self) -> bool:
-        """True if no published measurement used this card."""
-        return self.gpu not in measured_cards()
-
     def to_json(self) -> dict[str, Any]:
         """Return the card for JSON; null if nothing fits."""
         named = {"fewest": self.fewest, "fewest_offloading": self.fewest_offloading, "best": self.best}
         outlooks = {name: one and one.to_json() for name, one in named.items()}
-        return {"gpu": self.gpu, "extrapolated": self.extrapolated, **outlooks}
+        return {"gpu": self.gpu, **outlooks}
 
 
 @dataclass(frozen=True)
@@ -249,9 +244,7 @@ class Plan:
     zero_init_bytes: float = 0.0  # the same if zero.Init divides one copy over the ranks
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
-    # cheapest first, those with measured rows before others; those without a price last
-    cards: tuple[CardPlan, ...] = ()
-    errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
+    cards: tuple[CardPlan, ...] = ()  # cheapest first; those without a price last
 
     @property
     def outlook(self) -> Outlook | None:
@@ -276,7 +269,6 @@ class Plan:
             "host_memory_assumed": self.host_assumed,
             "best": [prediction_json(one, self.job) for one in self.best],
             "outlook": outlook and outlook.to_json(),
-            "measured_error": self.errors and self.errors.to_json(),
             "ways": [
                 {
                     "stage": way.stage,
@@ -464,13 +456,6 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
         yield "loading", loading_line(plan)
     yield f"{format_count(plan.tokens)} tokens", _cost(outlook)
     yield "limited by", limits(one)
-    for at, line in enumerate(measured_lines(plan)):
-        yield "" if at else "measured", line
-
-
-def measured_lines(plan: Plan) -> list[str]:
-    """Return lines about published measurements of this kind of job; none without any."""
-    return describe_errors(plan.errors) if plan.errors else []
 
 
 def loading_line(plan: Plan) -> str:
@@ -519,7 +504,7 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
 def _show_nothing_fits(plan: Plan, out: Console) -> None:
     verdict, *lines = nothing_fits_lines(plan)
     _put(out, Text(verdict, style="bold yellow"))
-    for line in [*lines, *(f"measured: {line}" for line in measured_lines(plan))]:
+    for line in lines:
         _put(out, Text(line))
     out.print()
 
@@ -566,21 +551,6 @@ def chunked_loss_line(plan: Plan) -> str:
     named = plan.job.workload is None and not loss_possible(CHUNKED, RequirementInputs(plan.job, plan.hardware))
     how = f"--loss chunked; in a script {CHUNKED_LOSSES}" if named else CHUNKED_LOSSES
     return f"{held}. Compute the loss in chunks ({how}): {then}, {gain}"
-
-
-def describe_errors(errors: KnownErrors) -> list[str]:
-    """Format the predictor's error on published rows of this kind of job, and the measured rows nearest to it."""
-    words = {"memory": (errors.peak, "high", "low"), "step": (errors.step, "long", "short")}
-    found = []
-    for name, (error, above, below) in words.items():
-        lean = f"{abs(error.bias):.0%} too {above if error.bias > 0 else below}" if round(error.bias, 2) else "unbiased"
-        rows = f"{error.rows} published rows of {error.sources} source{'s' if error.sources > 1 else ''}"
-        held = f"intervals hold {error.held} of {error.rows}"
-        found.append(f"{name} {lean} in the median of {rows} ({error.kind}); {held}")
-    for row in errors.nearest:
-        speed = f"{rate(row.step_tokens / row.measured)} tokens/s, {row.predicted / row.measured:.2f}x"
-        found.append(f"by others: {speed} of the prediction for it: {row}")
-    return found
 
 
 def _show_pairs(pairs: Iterable[tuple[str, str | Text]], first: Column, out: Console) -> None:
@@ -697,7 +667,6 @@ def cards_table(plan: Plan) -> PlanTable | None:
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "fits from, GPUs: the smallest and the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "*: no published measurement of this card, so its speed is extrapolated and it comes after the others. "
     note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     columns = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
@@ -715,7 +684,7 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     assert best is not None
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
     return (
-        card.gpu + (" *" if card.extrapolated else ""),
+        card.gpu,
         _size(min(filter(None, (card.fewest or card.fewest_offloading, best)), key=lambda one: one.hardware.count)),
         _size(best),
         rate(best.tokens_per_second),

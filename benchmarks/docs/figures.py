@@ -25,12 +25,9 @@ import yaml
 from autotune.util.units import GIB
 from benchmarks.common import HERE, RESULTS
 from benchmarks.docs import search as docs_search
-from benchmarks.docs.stages import own_rows, published_rows
+from benchmarks.docs.stages import own_rows
 from benchmarks.docs.writing import listed, number, percent, result, span, table
-from benchmarks.predict.published.error import coverage
-from benchmarks.predict.published.models import known_models
-from benchmarks.predict.published.rows import Row, read_table
-from benchmarks.predict.published.trials import FILES, OWN
+from benchmarks.predict.published import OWN, OWN_FILES, coverage, published_cases
 
 ROOT = HERE.parent
 DATA = HERE / "data"
@@ -138,7 +135,7 @@ def published_leaning() -> str:
 
 
 def published_kinds() -> str:
-    """Errors and coverage by kind of job, as a plan prints them."""
+    """Errors and coverage by kind of job."""
     names = ("figure", "kind", "rows", "sources", "bias", "median", "widened", "held")
     header = [
         "of",
@@ -181,7 +178,8 @@ def _config(row: dict[str, Any]) -> str:
 
 def published_experts() -> str:
     """Rows of mixtures of experts."""
-    mixtures = {model.name for model in known_models().values() if any("expert" in key for key in model.config)}
+    models = [case.job.model for case in published_cases()]
+    mixtures = {model.name for model in models if any("expert" in key for key in model.config)}
     rows = [row for row in result("published")["rows"] if row["model"] in mixtures]
     return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
 
@@ -214,22 +212,15 @@ def published_muon() -> str:
 
 def published_references() -> str:
     """Rows of torch alone on several GPUs, by source and figure: DDP, and FSDP of either version."""
-    ways = {row.id: re.match("ddp|fsdp", row["parallel"].lower()) for row in _published_table()}
-    rows = [row for row in result("published")["rows"] if row["gpus"] > 1]
-    return _by_source("trained by", [(way.group().upper(), row) for row in rows if (way := ways.get(row["id"]))])
+    ways = {case.id: case.trained_by for case in published_cases() if case.trained_by}
+    rows = [row for row in result("published")["rows"] if row["gpus"] > 1 and row["id"] in ways]
+    return _by_source("trained by", [(ways[row["id"]], row) for row in rows])
 
 
 def published_chunked() -> str:
     """Rows of a loss that never has all logits, or not in 32 bits, by source and figure."""
-    ways = {}
-    for row in _published_table():
-        chunked = "chunks of the logits" if row.says("chunked c", "chunked lm_head") else ""
-        ways[row.id] = "Liger" if row.says("liger", "fused linear") else chunked
-    return _by_source("loss", [(way, row) for row in result("published")["rows"] if (way := ways.get(row["id"]))])
-
-
-def _published_table() -> list[Row]:
-    return read_table(DATA / "published" / "gpu_published.csv")
+    ways = {case.id: case.loss_is for case in published_cases() if case.loss_is}
+    return _by_source("loss", [(ways[row["id"]], row) for row in result("published")["rows"] if row["id"] in ways])
 
 
 def _by_source(name: str, ways: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -253,7 +244,7 @@ def _by_source(name: str, ways: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 def _gpus() -> dict[str, dict[str, Any]]:
     """Results on GPUs, by the name of their file."""
-    return {path.stem: result(path.stem) for path in sorted(RESULTS.glob(FILES))}
+    return {path.stem: result(path.stem) for path in sorted(RESULTS.glob(OWN_FILES))}
 
 
 def _gpu_rows(found: dict[str, Any], step: str) -> list[dict[str, Any]]:
@@ -476,12 +467,6 @@ def stages_own() -> str:
     return table(header, own_rows())
 
 
-def stages_published() -> str:
-    """Published jobs under more than one stage."""
-    header = ["job", "figure", "plain data parallel", "stage 1", "stage 2", "stage 3", "source (trust)"]
-    return table(header, published_rows())
-
-
 # -- frameworks --------------------------------------------------------------------------------------------------------
 
 
@@ -577,7 +562,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "variants-loss": variants_loss,
     "variants-qlora": variants_qlora,
     "stages-own": stages_own,
-    "stages-published": stages_published,
     "report": report,
     "frameworks": frameworks,
     "failures": failures,

@@ -1,4 +1,4 @@
-"""The tables of docs/stages.md: ZeRO stages side by side, in a recorded study of ours and in figures that others published."""
+"""The table of docs/stages.md: ZeRO stages side by side in a recorded study of ours."""
 
 from __future__ import annotations
 
@@ -7,24 +7,11 @@ import gzip
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 
 from benchmarks.common import HERE
-from benchmarks.predict.published.rows import Row as Printed
-from benchmarks.predict.published.sources import source_of
 
 DATA = HERE / "data"
 OWN = DATA / "landscapes_own" / "tiny-llama_2xcpu"
-STAGES = ("ddp", "zero1", "zero2", "zero3")  # as the table writes them; plain data parallel is what stage 0 is
-SAME = (  # what has to be equal for two rows to be the same job under two stages
-    *("source_repo_or_url", "model", "gpu", "n_gpus", "seq_len", "micro_batch", "grad_accum", "precision", "optimizer"),
-    *("offload_optimizer", "offload_param", "checkpointing", "lora", "attention", "figure_kind", "unit"),
-)
-KINDS = {
-    "step_s": "seconds a step",
-    "samples_per_s": "samples/s",
-    "tokens_per_s_total_or_per_gpu": "tokens/s",
-}  # else it is memory
 
 Row = dict[str, str]
 
@@ -51,55 +38,3 @@ def _samples(row: Row) -> int:
 
 def _at(row: Row) -> str:
     return f"{row['train_micro_batch_size_per_gpu']} x {row['gradient_accumulation_steps']}"
-
-
-def published_rows() -> list[list[str]]:
-    """A row for each published job whose figures differ by the stage alone; sources held out of every fit are not looked at."""
-    groups: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
-    trust: dict[tuple[str, ...], tuple[str, str]] = {}
-    for row, source, level in _open_rows():
-        stage, _, beside = row["parallel"].partition(" + ")
-        if stage in STAGES and row["gpu"] != "unknown" and _is_number(row["value"]):
-            key = (*(row[name] for name in SAME), beside)
-            groups[key][stage] = row["value"]
-            trust[key] = source, level
-    rows = []
-    for key, values in groups.items():
-        if len(values) > 1:
-            row = dict(zip((*SAME, "beside"), key, strict=True))
-            of = KINDS.get(row["figure_kind"], f"memory, {row['unit'].split()[0]} a GPU")
-            cells = [values.get(stage, "—") for stage in STAGES]
-            source, level = trust[key]
-            rows.append([_job(row), of, *cells, f"{source} ({level})"])
-    return rows
-
-
-def _open_rows() -> Iterator[tuple[Row, str, str]]:
-    """Rows with their source's name and trust, but for those of sources that are held out."""
-    with (DATA / "published" / "gpu_published.csv").open(newline="") as file:
-        for at, row in enumerate(csv.DictReader(file), start=2):
-            printed = Printed(at, row)
-            source = source_of(printed)
-            if not source.held_out:  # a thread by its number, what has no address by its name
-                yield row, source.name if " " in source.name else printed.source, source.trust
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False
-
-
-def _job(row: Row) -> str:
-    adapters = f", LoRA {row['lora'].split()[0]}" if row["lora"].startswith("r=") else ""
-    words = [f"{row['model'].split(' (')[0]}{adapters}", f"{row['n_gpus']} x {row['gpu'].split(' (')[0]}"]
-    if row["gpu"].startswith("unknown ("):
-        words[1] = f"{row['n_gpus']} x {row['gpu'].removeprefix('unknown (').rstrip(')')}"
-    if row["seq_len"] != "unknown":
-        words.append(f"{row['seq_len'].split(' ')[0]} tokens x {row['micro_batch']}")
-    if row["checkpointing"] == "yes":
-        words.append("checkpointing")
-    if row["beside"]:
-        words.append(row["beside"])
-    return ", ".join(words)

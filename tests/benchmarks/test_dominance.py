@@ -16,8 +16,7 @@ from autotune.executors.replay import load_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
 from autotune.search.pruning import Dominance, DominanceRules
-from benchmarks.predict.published.published import cases_in
-from benchmarks.predict.published.rows import read_table
+from benchmarks.predict.published import published_cases
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 TABLES = sorted(DATA.glob("landscapes*/*.csv.gz"))
@@ -73,12 +72,11 @@ def test_what_is_said_to_need_no_less_has_no_fewer_bytes_of_tensors() -> None:
 
 def published() -> dict[Any, dict[Candidate, list[float]]]:
     """Figures of memory, and whether something ran, of candidates of the same training on the same machine."""
-    cases, _, _ = cases_in(read_table(DATA / "published" / "gpu_published.csv"))
     found: dict[Any, dict[Candidate, list[float]]] = defaultdict(dict)
-    for case in cases:
+    for case in published_cases():
         if case.quantity != "step":
             job = json.dumps(case.job.to_json(), sort_keys=True, default=str)
-            training = (case.row.source, job, case.hardware.name, case.job.ranks, case.quantity)
+            training = (case.source, job, case.hardware.name, case.job.ranks, case.quantity)
             found[training].setdefault(case.candidate, []).append(case.value)
     return found
 

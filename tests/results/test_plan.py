@@ -10,18 +10,11 @@ import pytest
 from rich.console import Console
 
 from autotune.commands import plan as plan_command
-from autotune.commands.plan import make_plan, plans
+from autotune.commands.plan import LONGEST_SECONDS, make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.predict.trace import traced_predictor
-from autotune.predict.what_if import (
-    JobKind,
-    KnownError,
-    KnownErrors,
-    loading_bytes_per_node,
-    measured_cards,
-    published_rows,
-)
+from autotune.predict.what_if import loading_bytes_per_node
 from autotune.problem.gpu_specs import Price, gpu_table
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
@@ -37,7 +30,6 @@ from autotune.results.plan import (
     bar,
     cards_table,
     comparison_table,
-    describe_errors,
     knobs_text,
     show_plan,
 )
@@ -104,13 +96,13 @@ def test_of_the_cards_without_a_price_a_dozen_are_named(whole: Plan) -> None:
     assert named[1].startswith(f"{len(dear) - UNPRICED} more")
 
 
-def test_cards_without_measured_rows_are_marked_and_those_without_a_price_are_not_advised(whole: Plan) -> None:
+def test_the_cheapest_cards_come_first_with_the_month_of_their_price(whole: Plan) -> None:
     priced = [card for card in whole.cards if card.best and card.best.price]
-    assert [card.extrapolated for card in priced] == [card.gpu not in measured_cards() for card in priced]
+    costs = [card.best.usd for card in priced if card.best and 3600 * card.best.hours <= LONGEST_SECONDS]
+    assert costs == sorted(costs)
     lines = shown(whole).splitlines()
     for card in priced[:CARDS]:
         line = next(line for line in lines if line.startswith(f"{card.gpu} "))
-        assert line.startswith(f"{card.gpu} *") == card.extrapolated
         assert card.best
         assert card.best.price
         assert card.best.price.date in line
@@ -141,7 +133,6 @@ def test_programs_are_told_the_same(whole: Plan) -> None:
     assert data["fewest_gpus"]["gpu"] == "rtx4090"
     assert {card["gpu"] for card in data["cards"]} >= {"h100", "t4"}
     assert {way["stage"] for way in data["ways"] if way["offload"]} == {1, 2, 3}
-    assert set(data["measured_error"]) == {"kind", "peak", "step", "nearest"}
 
 
 def test_an_outlook_without_a_price_or_a_known_card(whole: Plan) -> None:
@@ -203,29 +194,6 @@ def test_no_cell_of_a_table_is_cut_off(width: int) -> None:
     assert not Counter("".join(cells).replace(" ", "")) - Counter(text), "all letters are there"
     if width > 40:  # narrower columns fold their words, too
         assert {word for cell in cells for word in cell.split()} <= set(text.split())
-
-
-def test_errors_and_nearest_rows_in_words(whole: Plan) -> None:
-    assert whole.errors is not None
-    kind = JobKind("full", 2, False, "several")
-    peak = KnownError("full training, several GPUs", 12, 3, -0.104, 0.12, 1.2, 11)
-    step = KnownError(str(kind), 5, 2, 0.001, 0.05, 1.0, 5)
-    row = next(row for row in published_rows() if row.figure == "step")
-    row = dataclasses.replace(
-        row, measured=2.0, predicted=1.0, step_tokens=43600.0, model="llama-7b", gpu="a800", gpus=8
-    )
-    said = describe_errors(KnownErrors(kind, peak, step, (row,)))
-    assert said[:2] == [
-        "memory 10% too low in the median of 12 published rows of 3 sources (full training, several GPUs); intervals hold "
-        "11 of 12",
-        "step unbiased in the median of 5 published rows of 2 sources (full training, ZeRO 2, several GPUs); intervals hold "
-        "5 of 5",
-    ]
-    assert said[2].startswith("by others: 21.8k tokens/s, 0.50x of the prediction for it: llama-7b, ")
-    assert "8 x a800" in said[2]
-    text = " ".join(shown(whole).split())
-    for line in describe_errors(whole.errors):
-        assert " ".join(line.split()) in text
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from autotune.results.console import code_legend, config_sentence, knob_words
 from autotune.results.output_files import check_out
 from autotune.results.plan import (
     NO_CARD,
-    NO_GAIN,
     Outlook,
     Plan,
     PlanTable,
@@ -33,11 +32,9 @@ from autotune.results.plan import (
     chunked_loss_line,
     comparison_table,
     fewest_gpus,
-    gain_rows,
     limits,
     loading_line,
     machine_line,
-    measured_lines,
     nothing_fits_lines,
     rate,
     ways_table,
@@ -172,7 +169,6 @@ def plan_page(plans: list[Plan]) -> str:
         cards=comparison_table(plans) if several else cards_table(first),
         no_card=NO_CARD,
         fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own, first.job)}." if first.own else "",
-        no_gain=NO_GAIN,
         data=as_data([plan.to_json() for plan in plans] if several else first.to_json()),
     )
 
@@ -257,9 +253,7 @@ class Card:
     """Predictions for one kind of device."""
 
     machine: str  # and its main memory
-    measured: list[str]  # published measurements of this kind of job
     ways: PlanTable
-    gains: list[tuple[str, str]]  # (gain, change)
     sentence: str  # the verdict
     lines: tuple[str, ...]  # further facts of the verdict
     label: str = ""  # short codes of the config; empty if nothing fits
@@ -270,7 +264,7 @@ class Card:
 
 def _card(plan: Plan) -> Card:
     outlook, hardware = plan.outlook, plan.hardware
-    made = partial(Card, machine_line(plan), measured_lines(plan), ways_table(plan), gain_rows(plan))
+    made = partial(Card, machine_line(plan), ways_table(plan))
     chunked = filter(None, [chunked_loss_line(plan)])
     if outlook is None:
         verdict, *lines = nothing_fits_lines(plan)

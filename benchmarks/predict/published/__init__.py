@@ -1,1 +1,0 @@
-"""The predictor against measurements that others published."""
