@@ -203,7 +203,7 @@ def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
         ("report", "s"),
         *(
             pytest.param(w, marks=SLOW)
-            for w in (("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s"))
+            for w in (("export", "s", "--format", "sbatch"), ("record", "s"))
         ),
     ],
 )
@@ -212,7 +212,7 @@ def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
 ) -> None:
     trap, mine = lay(tmp_path), tmp_path / "bashrc"
     mine.write_text("mine")
-    for name in ("s.html", "s.sbatch", "s.sbatch.meta.json", "s.table.csv.gz", "share.json"):
+    for name in ("s.html", "s.sbatch", "s.sbatch.meta.json", "s.table.csv.gz"):
         (trap.study / name).symlink_to(mine)
     done = trap.call(*words)
     assert (done.returncode, mine.read_text()) == (2, "mine")
@@ -315,7 +315,7 @@ def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, t
 # -- values of any type ----------------------------------------------------------------------------------------------------
 
 MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN")
-COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"), ("share", "s"))
+COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"))
 
 
 @pytest.mark.parametrize(

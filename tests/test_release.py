@@ -201,7 +201,7 @@ def test_issues_ask_for_what_one_needs_to_help() -> None:
         ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
         assert len(ids) == len(set(ids))
         assert "autotune doctor --json" in templates[name]
-        assert "autotune share STUDY" in templates[name]
+        assert "autotune show STUDY" in templates[name]
     needed = [
         part["id"] for part in yaml.safe_load(templates["bug"])["body"] if part.get("validations", {}).get("required")
     ]

@@ -10,4 +10,3 @@ autotune run --study named-model --model gemma-2-2b --seq-len 4096 --global-batc
 autotune show named-model
 autotune export named-model --format hf          # TrainingArguments beside the DeepSpeed config
 autotune report named-model                      # one page that works offline
-autotune share named-model                       # an anonymous file to send around
