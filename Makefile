@@ -3,7 +3,7 @@ comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-gate test-all nightly cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners clean gpu-acceptance
+.PHONY: run test test-gate test-all nightly cluster-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners clean gpu-acceptance
 
 # Where there is no GPU, DeepSpeed's CPU ops are built with the rest: the first trial that offloads would do it in the study's
 # time, and of three workers of the tests two would wait for the third.
@@ -113,15 +113,6 @@ ENVIRONMENTS ?= $(CURDIR)/.venvs
 test-frameworks: setup
 	$(BIN)/python benchmarks/trials/framework_environments.py --environments "$(ENVIRONMENTS)" $(ONLY)
 	AUTOTUNE_ENVIRONMENTS="$(ENVIRONMENTS)" $(BIN)/python -m pytest -n 0 -m frameworks tests/frameworks
-
-# Trackers of `--track`. Their packages lie in a folder of their own: Trainer would use any of them that it finds.
-TRACKERS := .venv-trackers
-tracker-tests: setup $(TRACKERS)/.installed
-	PYTHONPATH="$(CURDIR)/$(TRACKERS)" $(BIN)/python -m pytest -n 0 tests/results/test_trackers.py
-
-$(TRACKERS)/.installed: pyproject.toml
-	$(BIN)/python -m pip install -q --upgrade --target $(TRACKERS) tensorboard wandb mlflow-skinny -c constraints.txt
-	touch $@
 
 coverage: $(READY)
 	$(BIN)/python -m coverage erase

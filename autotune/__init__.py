@@ -22,16 +22,24 @@ if TYPE_CHECKING:
     from autotune.recovery.supervisor import LaunchSummary
     from autotune.recovery.trainer_callback import StudyCallback
     from autotune.results.plan import Plan
+    from autotune.search.study import Callback
 
 __all__ = ["Study", "StudyCallback", "__version__", "export_study", "launch", "open_study", "plan", "tune"]
 
 
-def tune(command: Sequence[Any] | None = None, *, quiet: bool = False, **options: Unpack[RunOptions]) -> RunSummary:
+def tune(
+    command: Sequence[Any] | None = None,
+    *,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+    **options: Unpack[RunOptions],
+) -> RunSummary:
     """Tune, verify and export, as `autotune run` does; an existing study resumes.
 
     Args:
         command: a training script and its arguments, tuned unmodified; without it set `model` or `workload`.
         quiet: print nothing.
+        callbacks: called with the Optuna study and the finished trial after each trial, as those of `optuna.Study.optimize`.
         options: the command's options by name with underscores: `model`, `gpus`, `budget`, `study`, `space`, `global_batch_size`,
             `max_trials` and so on; `attention` for `--attn`, `compiled` for `--compile`, `packed` for `--packing`, `maps` for
             `--map`. Values are texts as on the command line, or Python's: `budget=600` is in seconds, `memory_cap=2**34` in
@@ -52,7 +60,8 @@ def tune(command: Sequence[Any] | None = None, *, quiet: bool = False, **options
     from autotune.commands.run import run_study
 
     with python_errors():
-        return run_study(request_of("run", command, options, "quiet"), Console(quiet=quiet), quiet=quiet)
+        request = request_of("run", command, options, "quiet", "callbacks")
+        return run_study(request, Console(quiet=quiet), quiet=quiet, callbacks=callbacks)
 
 
 def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:

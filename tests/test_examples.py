@@ -100,6 +100,14 @@ def test_from_python(copied: Path) -> None:
     assert said.count("\nwrote ") >= 3
 
 
+@pytest.mark.slow
+def test_a_callback_records_trials_for_tensorboard(copied: Path) -> None:
+    pytest.importorskip("tensorboard")
+    folder = copied / "python"
+    run(folder, sys.executable, "board.py", *SMALL, "--model", "tiny-llama")
+    assert list((folder / "runs" / "board").glob("trial-*/events*"))
+
+
 # -- Slurm: until a cluster is at hand, with a stand-in for srun ---------------------------------------------------------
 
 SBATCH = EXAMPLES / "slurm" / "tune.sbatch"

@@ -199,13 +199,7 @@ def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("report", "s"),
-        *(
-            pytest.param(w, marks=SLOW)
-            for w in (("export", "s", "--format", "sbatch"), ("record", "s"))
-        ),
-    ],
+    [("report", "s"), *(pytest.param(w, marks=SLOW) for w in (("export", "s", "--format", "sbatch"), ("record", "s")))],
 )
 def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
     tmp_path: Path, words: tuple[str, ...]

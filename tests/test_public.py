@@ -199,7 +199,7 @@ def test_a_study_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "space:2: zero_stag: unknown",
         ),
         (None, {"space": {"knobs": object()}, "model": "tiny-llama", "device": "cpu"}, "space: expected plain data"),
-        (None, {"track": ["nowhere"], "model": "tiny-llama", "device": "cpu"}, "track nowhere: expected wandb"),
+        (None, {"track": ["wandb"], "model": "tiny-llama", "device": "cpu"}, "no option 'track'"),
     ],
 )
 def test_tune_refuses_what_an_option_cannot_be_in_one_line(

@@ -212,7 +212,6 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "gpus": _gpu_names,
     "spaces": _space_names,
     "studies": _study_names,
-    "trackers": lambda: ("wandb", "mlflow", "tensorboard"),
 }
 
 

@@ -72,7 +72,6 @@ class RunOptions(_RunPlanLaunchOptions, _RunLaunchOptions, _RunPlanOptions, tota
     seed: int | None
     study: str | float | PurePath | None
     tolerance: str | float | PurePath | None
-    track: Sequence[str] | None
     worst_case: bool | None
 
 

@@ -9,6 +9,7 @@ _REPLACEMENTS = {
     "gallery": "every search starts from its own predictions",
     "share": "send others runs/NAME/NAME.html of `autotune report NAME`",
     "--no-gallery": "remove it; every search starts from its own predictions",
+    "--track": "call autotune.tune(callbacks=[...]) from Python, or open the study in optuna-dashboard",
     "--partition": _SBATCH,
     "--account": _SBATCH,
     "--time": _SBATCH,

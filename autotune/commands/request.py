@@ -425,14 +425,6 @@ class Request:
     )
     # -- output
     out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
-    track: list[str] = _option(
-        list,
-        "Record each trial with wandb, mlflow or tensorboard; repeatable.",
-        Panel.OUTPUT,
-        "run",
-        metavar="NAME",
-        complete="trackers",
-    )
     html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
     yes: bool = _option(
         False,

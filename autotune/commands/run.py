@@ -41,7 +41,6 @@ from autotune.results.console import PlainObserver, make_observer, record_json, 
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import SearchedSpace
-from autotune.results.trackers import Tracking, measured_figures
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names, runs_user_code
 from autotune.search.certificate import trains_otherwise
@@ -59,13 +58,13 @@ from autotune.search.storage import (
     make_study_folder,
     open_storage,
 )
-from autotune.search.study import StudyStore
+from autotune.search.study import Callback, StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.linux import handled_signals
-from autotune.util.units import GIB, counted, format_bytes, format_duration
+from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
 
@@ -99,13 +98,20 @@ class RunSummary:
 
 
 def run_study(
-    request: Request, console: Console, *, quiet: bool = False, confirm: Ask | None = None, ask: Ask | None = None
+    request: Request,
+    console: Console,
+    *,
+    quiet: bool = False,
+    confirm: Ask | None = None,
+    ask: Ask | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunSummary:
     """Tune, verify and export.
 
     Args:
         confirm: asks the user a question; None without a terminal.
         ask: asks the user before code that a study or a table names is run; None without a terminal.
+        callbacks: called after each trial, as those of `optuna.Study.optimize`.
 
     Raises:
         UserError: bad input, or a job that fails by itself.
@@ -125,18 +131,22 @@ def run_study(
     known = remembered_python(request, ask) if uses_ranks else None
     python = ranks_python(request.python, print_line, needed=needed, remembered=known)
     with named_nodes(request, print_line, python) as nodes:
-        return _run(accepted_table(run_setup(request, nodes, python), ask), clock, console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes, python), ask), clock, console, quiet, confirm, callbacks)
 
 
 def _run(
-    setup: Setup, clock: CallClock, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
+    setup: Setup,
+    clock: CallClock,
+    console: Console,
+    quiet: bool,
+    confirm: Callable[[str], bool] | None,
+    callbacks: Sequence[Callback],
 ) -> RunSummary:
     if setup.runs_ranks and setup.hardware.device == "cpu" and setup.request.device == "auto":
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    tracking = Tracking(setup.trackers, lambda text: observer.print_line(text))
-    observer = make_observer(console, quiet, tracking)
+    observer = make_observer(console, quiet)
     for line in setup.warnings:
         observer.print_line(line)
     who = f"study {setup.name}"
@@ -174,7 +184,7 @@ def _run(
                     observer.showing("running the script as it is, then with another batch")
                     probed = probe(first, setup.job.script, work, deadline, observer.print_line)
                 setup = after_probe(setup, probed)
-            store = _open_study(setup, probed, observer, failing)
+            store = _open_study(setup, probed, observer, failing, callbacks)
             kept.callback(store.leave)
             write_atomically(work / COMMAND_FILE, job_text(setup.request, "run"))  # a refused call keeps the study's
             if probed is not None:
@@ -182,15 +192,6 @@ def _run(
             observer.doing("tracing the model, to predict memory and speed")
             is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
             predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
-            kept.callback(tracking.end, partial(_tracked_winner, store))
-            about = {
-                "job": setup.job.summary,
-                "machine": str(setup.hardware),
-                "space": setup.space.name,
-                "budget_seconds": setup.budget_seconds,
-                "command": setup.request.command,
-            }
-            tracking.begin(store.name, work, about, partial(_predicted_figures, predictor))
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"wider predictions: {note}" for note in predictor.notes()]
             for line in [*left_out, *wider]:
@@ -212,24 +213,6 @@ def _run(
             beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
             found = _search(setup, store, executor, predictor, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, predictor, observer.print_line)
-
-
-def _predicted_figures(predictor: Predictor, candidate: Candidate) -> dict[str, float]:
-    found = predictor.predict(candidate)
-    return {
-        "samples_per_second": found.samples_per_second,
-        "step_seconds": found.step_seconds,
-        "peak_gib": found.peak_bytes / GIB,
-        "chance_to_fit": found.chance,
-    }
-
-
-def _tracked_winner(store: StudyStore) -> dict[str, Any]:
-    """Return what trackers record of the winner; empty if there is none."""
-    winner = store.winner
-    if winner is None or winner.outcome is None:
-        return {}
-    return {"winner": str(winner.candidate), "winner_trial": winner.number, **measured_figures(winner.outcome)}
 
 
 @contextmanager
@@ -291,12 +274,14 @@ def _with_ops(
     return left
 
 
-def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: StorageFailures) -> StudyStore:
+def _open_study(
+    setup: Setup, probed: Probe | None, observer: PlainObserver, failing: StorageFailures, callbacks: Sequence[Callback]
+) -> StudyStore:
     """Open and announce the study. A script's own config becomes a trial if it was measured or ran out of memory."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
-        store, resumed = StudyStore.create_or_resume(*of, force=setup.request.force, shared=shared)
+        store, resumed = StudyStore.create_or_resume(*of, force=setup.request.force, shared=shared, callbacks=callbacks)
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if setup.runs_ranks:
         grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])

@@ -43,7 +43,6 @@ from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
-from autotune.results.trackers import check_trackers
 from autotune.script.parse_command import TypedCommand, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
@@ -99,7 +98,6 @@ class Setup:
     global_batch_size: int | None  # samples per optimizer step, as requested
     budget_seconds: float
     tolerance: float  # share of the speed
-    trackers: tuple[str, ...] = ()  # names
 
     @property
     def runs_ranks(self) -> bool:
@@ -192,7 +190,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         name=name,
         folder=study_folder(request.runs, name),
         storage=request.storage or None,
-        trackers=check_trackers(request.track),
         global_batch_size=batch,
         budget_seconds=budget_seconds,
         tolerance=parse_share(request.tolerance),

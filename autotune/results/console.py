@@ -46,7 +46,6 @@ from autotune.results.export import (
     without_zero_init,
 )
 from autotune.results.tables import DataTable
-from autotune.results.trackers import Tracking
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
@@ -118,9 +117,8 @@ def outcome_line(outcome: Outcome) -> str:
 class PlainObserver:
     """Observer that prints plain lines, for logs and pipes. A `with` block holds the output of a command."""
 
-    def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
+    def __init__(self, console: Console) -> None:
         self.console = console
-        self.tracking = tracking or Tracking((), self.print_line)
         self._leaderboard: Leaderboard | None = None
         self._last = ""
 
@@ -154,12 +152,10 @@ class PlainObserver:
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         """Log the start with its reason: plain output reports ends."""
         LOG.debug("%s %d starts: %s (%s)", role, number, candidate, note)
-        self.tracking.started(number, candidate)
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         """Print a trial's outcome in one line; it is dimmed and says why if the trial cannot win."""
         what = role if role in (VERIFY, RESUME) else "trial"
-        self.tracking.finished(number, candidate, role, outcome)
         if outcome.evidence:
             LOG.debug("%s %d: %s", role, number, outcome.evidence)
         seconds, remark = format_duration(outcome.seconds), ""
@@ -184,8 +180,8 @@ class LiveObserver(PlainObserver):
     One Live is started and stopped once: a Live that is started again erases as many printed lines as its view had.
     """
 
-    def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
-        super().__init__(console, tracking)
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._began = time.monotonic()
         self._budget = 0.0  # s; 0 before the search
         self._counts: Counter[OutcomeKind] = Counter()
@@ -261,13 +257,13 @@ class LiveObserver(PlainObserver):
         return Panel(Group(*lines), title="autotune", border_style="dim", width=max(20, self.console.width - 6))
 
 
-def make_observer(console: Console, quiet: bool, tracking: Tracking | None = None) -> PlainObserver:
+def make_observer(console: Console, quiet: bool) -> PlainObserver:
     """Return a live view for a terminal, else plain output; nothing is printed if quiet."""
     if quiet:
-        return PlainObserver(Console(quiet=True), tracking)
+        return PlainObserver(Console(quiet=True))
     if console.is_terminal and is_watched(console.file):  # colours may be forced into a pipe
-        return LiveObserver(console, tracking)
-    return PlainObserver(console, tracking)
+        return LiveObserver(console)
+    return PlainObserver(console)
 
 
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,8 @@ _CALL = "call "  # prefix of the names of attributes with calls
 _REFERENCE = "reference "  # prefix of the names of attributes with trials without DeepSpeed
 _SET_ASIDE = "set aside"  # attribute with trial numbers
 
+Callback = Callable[[optuna.Study, FrozenTrial], None]
+
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
@@ -74,11 +76,17 @@ class StudyStore:
     """One study in its database. All writes go to storage first, so memory never holds the only copy."""
 
     def __init__(
-        self, study: optuna.Study, folder: Path | None, name: str = "", interpreter: Interpreter = OWN
+        self,
+        study: optuna.Study,
+        folder: Path | None,
+        name: str = "",
+        interpreter: Interpreter = OWN,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.study, self.folder, self.interpreter = study, folder, interpreter
         self.name = name or study.study_name  # the folder's, which may have been renamed, if the study is a file in it
         self._lock: Any = None
+        self._callbacks = callbacks
         self._ended: dict[int, Record | None] = {}  # parsed once: trials that have ended never change
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
         self.measured_here = MeasuredHere()
@@ -104,6 +112,7 @@ class StudyStore:
         *,
         force: bool = False,
         shared: bool = False,
+        callbacks: Sequence[Callback] = (),
     ) -> tuple[StudyStore, bool]:
         """Create a study or resume an existing one.
 
@@ -112,6 +121,7 @@ class StudyStore:
             force: resume even if the fingerprint differs.
             shared: peer tuners may be active. The stored machine is kept until `search.fingerprint` has compared it
                 with this one.
+            callbacks: called after each trial of this process, as those of `optuna.Study.optimize`.
 
         Returns:
             The study, and whether it existed.
@@ -127,8 +137,9 @@ class StudyStore:
             with suppress(optuna.exceptions.DuplicatedStudyError):
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
                 write_study_metadata(made, mark, hardware, space, python)
-                return cls(made, folder, interpreter=job.interpreter), False
-        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder, shown, job.interpreter)
+                return cls(made, folder, interpreter=job.interpreter, callbacks=callbacks), False
+        loaded = optuna.load_study(study_name=name, storage=database, sampler=here)
+        store = cls(loaded, folder, shown, job.interpreter, callbacks)
         if not wait_for_study_metadata(store.study):  # the creator died before it wrote the metadata
             write_study_metadata(store.study, mark, hardware, space, python)
             return store, False
@@ -364,12 +375,13 @@ class StudyStore:
     def _store(self, number: int, outcome: Outcome) -> None:
         trial = self._open.pop(number)
         with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
-            if store_outcome(self.study, trial, outcome, self.hardware):
-                return
-            # A peer tuner closed the trial because this tuner's lease had expired. The outcome is stored as a new trial.
-            was = next(record for record in self.records() if record.number == number)
-            again = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
-            store_outcome(self.study, again, outcome, self.hardware)
+            if not store_outcome(self.study, trial, outcome, self.hardware):
+                # A peer tuner closed the trial because this tuner's lease had expired. The outcome is stored as a new trial.
+                was = next(record for record in self.records() if record.number == number)
+                trial = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
+                store_outcome(self.study, trial, outcome, self.hardware)
+        for callback in self._callbacks:
+            callback(self.study, self.study._storage.get_trial(trial._trial_id))
 
     def finish_late(self) -> int:
         """Store outcomes that earlier calls in this folder could not store; return the number of trials."""

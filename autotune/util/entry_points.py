@@ -3,7 +3,7 @@
 Launchers take a module's name from here only. `module_command` and `bound_command` (`util/interpreter.py`) start each of them
 like `python -m MODULE`, without the current folder in the path. The fork server also starts ranks, by the module's `become`.
 
-The tracker and the Ray driver run in the tuner's Python. All others run in the ranks' Python, which may be that of
+The Ray driver runs in the tuner's Python. All others run in the ranks' Python, which may be that of
 the user's training environment. Only TRAIN_RANK is the user's real training. The agent of a node is the command
 `autotune agent`.
 
@@ -25,7 +25,6 @@ FORK_SERVER: Final = "autotune.workers.fork_server"  # imports once, forks ranks
 TRACER: Final = "autotune.predict.tracer"  # traces a model without a GPU
 HUB_READER: Final = "autotune.rank.hub_config"  # reads a model's config from the Hub
 SANDBOX: Final = "autotune.rank.sandbox"  # runs another one of these in a sandbox
-TRACKER: Final = "autotune.results.trackers"  # records trials with an experiment tracker
 RAY_DRIVER: Final = "autotune.executors.cluster.ray_driver"  # places agents on a Ray cluster
 
 # Interface of SANDBOX: a word after its folder that runs the module on a machine without a sandbox, too, and the exit

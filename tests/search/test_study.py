@@ -51,6 +51,22 @@ def test_the_next_call_in_the_same_process_may_hold_it(tmp_path: Path) -> None:
     second.leave()
 
 
+def test_a_callback_of_optuna_receives_each_trial_after_it_is_stored(tmp_path: Path) -> None:
+    got: list[tuple[int, float | None, str]] = []
+
+    def callback(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        assert study.trials[trial.number].state == trial.state
+        got.append((trial.number, trial.value, trial.user_attrs["outcome"]["kind"]))
+
+    job, hardware = make_job(), detect("cpu", 2)
+    store, _ = StudyStore.create_or_resume(
+        "s", default_storage(tmp_path), tmp_path, job, hardware, SPACE, callbacks=[callback]
+    )
+    for outcome in (OK, Outcome(OutcomeKind.OOM_DEVICE)):
+        store.finish(store.start(make_candidate(0, len(got) + 1), SPACE, "search"), outcome)
+    assert got == [(0, 8.0, "ok"), (1, None, "oom_device")]
+
+
 def test_what_a_study_fixed_and_this_version_knows_to_be_nothing_ends_no_reader_of_it() -> None:
     """An earlier version took Liger's kernels for any model's; of BERT's they replace nothing."""
     text = "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1]}\nfixed: {liger_kernel: true}"
