@@ -28,7 +28,7 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import diff, export, record, report, show, spaces_app
+from autotune.cli.study_commands import export, record, report, show, spaces_app
 from autotune.commands.removed import removed
 from autotune.commands.request import Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
@@ -153,7 +153,6 @@ def launch(request: Request) -> None:
 
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
-    diff: ("diff before after", "diff runs/before runs/after", "diff before after --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
     record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),

@@ -237,11 +237,6 @@ def option(help: str, *names: str, metavar: str = "") -> Any:
     return typer.Option(*names, help=help, metavar=metavar)
 
 
-def study_argument(help: str) -> Any:
-    """Declare an argument that names a study."""
-    return typer.Argument(metavar="STUDY", help=help, autocompletion=completer("studies"))
-
-
 def shared(name: str) -> Any:
     """Declare an option that is a field of Request, for a command without panels."""
     return _declared(next(one for one in parameters("run") if one.name == name), None)
@@ -344,4 +339,6 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
 Json = Annotated[bool, shared("as_json")]
 Storage = Annotated[str | None, shared("storage")]
 Python = Annotated[str | None, shared("python")]
-StudyArgument = Annotated[str, study_argument("Name of the study, or its folder.")]
+StudyArgument = Annotated[
+    str, typer.Argument(metavar="STUDY", help="Name of the study, or its folder.", autocompletion=completer("studies"))
+]

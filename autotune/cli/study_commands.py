@@ -1,4 +1,4 @@
-"""The commands show, diff, report, export, record and spaces."""
+"""The commands show, report, export, record and spaces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from autotune.cli.options import (
     examples,
     load_numpy,
     option,
-    study_argument,
 )
 from autotune.errors import readable
 from autotune.util.units import counted
@@ -54,25 +53,6 @@ def show(
         emit(study_json(store))
     else:
         show_study(store, console())
-
-
-@readable("the studies")
-def diff(
-    first: Annotated[str, study_argument("Name or folder of a study, usually the earlier one.")],
-    second: Annotated[str, study_argument("Name or folder of another study.")],
-    storage: Storage = None,
-    as_json: Json = False,
-) -> None:
-    """Compare two studies: versions, and outcomes, peaks and speeds of the candidates that both tried."""
-    load_numpy()
-    from autotune.results.diff import diff_studies, show_diff
-    from autotune.search.study import StudyStore
-
-    found = diff_studies(StudyStore.load(first, storage), StudyStore.load(second, storage))
-    if as_json:
-        emit(found.to_json())
-    else:
-        show_diff(found, console())
 
 
 @readable("the study")
