@@ -69,7 +69,6 @@ def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
             assert controls(path.read_text()) == [], path
         if path.suffix == ".html":
             assert list(live(path.read_text())) == []
-            assert "has no trace of its model" in path.read_text()
             assert "&lt;img src=x onerror=owned()&gt;" in path.read_text()
             assert "\\u001b]0;owned" in path.read_text()
 
@@ -185,16 +184,14 @@ def test_a_small_file_that_expands_to_a_large_one_is_refused(
 
 
 @pytest.mark.slow
-def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
+def test_a_plan_of_a_hostile_model_shows_texts(trap: Trap) -> None:
     model = trap.folder / "<img src=x onerror=owned()>"
     model.mkdir()
     config = {**resolve_model("tiny-llama").config, "x": TEXT}
     (model / "config.json").write_text(json.dumps(config))
-    words = ("plan", "--model", str(model), "--gpu", "rtx3090", "--global-batch-size", "8", "--seq-len", "16")
-    done = trap.call(*words, "--html", "plan.html")
+    done = trap.call("plan", "--model", str(model), "--gpu", "rtx3090", "--global-batch-size", "8", "--seq-len", "16")
     assert trap.executed == []
     assert controls(done.stdout + done.stderr) == []
-    assert list(live((trap.folder / "plan.html").read_text())) == [], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -101,17 +101,10 @@ def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, and the GPUs needed. Nothing is run."""
     begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
-    from autotune.results.output_files import check_out
     from autotune.results.plan import comparison_table, show_plan
 
-    if request.html is not None:
-        check_out(request.html)
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
     found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], line_printer(request.quiet))
-    if request.html is not None:
-        from autotune.results.report.html import plan_page, write_page
-
-        write_page(plan_page(found), request.html)
     if request.as_json:
         emit([one.to_json() for one in found] if request.compare else found[0].to_json())
     elif request.compare:

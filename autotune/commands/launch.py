@@ -14,7 +14,7 @@ from autotune.commands.environment import SEVERAL_MACHINES, TRAINING, Nodes, che
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
-from autotune.errors import NothingFits, UserError, one_line
+from autotune.errors import NothingFits, UserError
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import BATCH, global_batch_of, read_config, value_at
@@ -22,7 +22,6 @@ from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
-from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
 from autotune.script.argument_files import argument_names, find_key, knob_values, launcher_file, own_config, own_files
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
@@ -115,7 +114,6 @@ def _launch(
         cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
     with lock_gpus(found, who, print_line) if cluster is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(cluster)
-    _write_page(summary, training, found, print_line)
     return summary
 
 
@@ -150,31 +148,6 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
             f"{found.per_node}. Select as many (--nodes, --include), or tune on these"
         )
     return found.reserving(tuned.reserve_bytes)
-
-
-def _write_page(
-    summary: LaunchSummary, training: _Training, hardware: Hardware, print_line: Callable[[str], None]
-) -> None:
-    """Write the training's page next to `launch.json`. An error costs one line, and never changes the training's exit code."""
-    path = training.folder / "launch.html"
-    try:
-        page = training_page(
-            TrainingReport(
-                name=training.folder.name,
-                job=training.job.summary,
-                machine=str(hardware),
-                capacity_bytes=hardware.capacity_bytes,
-                code=summary.code,
-                lines=tuple(summary.lines()),
-                attempts=tuple(AttemptShown(**dataclasses.asdict(one)) for one in summary.attempts),
-                ladder=tuple((str(rung.candidate), rung.measured, rung.peak_bytes) for rung in training.ladder),
-            )
-        )
-        write_page(page, path)
-    except Exception as error:
-        print_line(f"the report of the training was not written: {one_line(error)}")
-        return
-    print_line(f"wrote {path}")
 
 
 def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Callable[[str], None]) -> _Training:

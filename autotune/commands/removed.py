@@ -11,6 +11,7 @@ _REPLACEMENTS = {
     "--no-gallery": "remove it; every search starts from its own predictions",
     "--track": "call autotune.tune(callbacks=[...]) from Python, or open the study in optuna-dashboard",
     "diff": "compare the output of `autotune show STUDY --json` for each study",
+    "--html": "redirect the output of `autotune plan`, or use --json",
     "--partition": _SBATCH,
     "--account": _SBATCH,
     "--time": _SBATCH,

@@ -425,7 +425,6 @@ class Request:
     )
     # -- output
     out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
-    html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
     yes: bool = _option(
         False,
         "Ask nothing: without a GPU, tune on CPU ranks.",

@@ -40,7 +40,6 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json, train_with, verdict_lines
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
-from autotune.results.report.build import SearchedSpace
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names, runs_user_code
 from autotune.search.certificate import trains_otherwise
@@ -408,7 +407,7 @@ def _summary(
             )
             files.append(ladder_path(setup.folder, setup.name))
             write_ladder(files[-1], ladder, store.job)
-        files += _write_report(setup, store, predictor, print_line)
+        files += _write_report(setup, store, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         given = (store.threads, environment_of(store, found.winner.candidate))
         nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
@@ -423,7 +422,7 @@ def _summary(
     elif found.interrupted:
         lines = ["stopped without a winner", _end_line(found)]
     else:
-        files = _write_report(setup, store, predictor, print_line)
+        files = _write_report(setup, store, print_line)
         lines = [*filter(None, verdict_lines(facts, store.records(), store.job, store.hardware))]
         lines += [_end_line(found)] if facts.trials else []  # otherwise the verdict is the reason why no trial ran
     summary = RunSummary(
@@ -461,13 +460,11 @@ def _export(
     return export_record(store, winner, setup.folder / f"{setup.name}.json", "deepspeed", verified)
 
 
-def _write_report(
-    setup: Setup, store: StudyStore, predictor: Predictor, print_line: Callable[[str], None]
-) -> list[Path]:
+def _write_report(setup: Setup, store: StudyStore, print_line: Callable[[str], None]) -> list[Path]:
     """Write the study's page next to its winner. An error costs one line, and never the winner."""
     path = setup.folder / f"{setup.name}.html"
     try:
-        write_study(store, path, trace_of=predictor, searched=SearchedSpace(setup.space, setup.candidates))
+        write_study(store, path)
     except Exception as error:
         print_line(
             f"the report was not written ({one_line(error)}): `autotune report {shlex.quote(setup.name)}` tries again"

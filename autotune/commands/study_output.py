@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import statistics
-from contextlib import suppress
-from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from autotune.commands.request import python_errors
 from autotune.errors import UserError, readable
 from autotune.executors.replay import Row, write_replay_table
-from autotune.predict.predictor import Predictor
-from autotune.predict.trace_cache import stored_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import OutcomeKind
 from autotune.results.export import export_store
 from autotune.results.output_files import check_out
-from autotune.results.report.build import SearchedSpace, study_report, without_secrets
+from autotune.results.report.build import study_report, without_secrets
 from autotune.results.report.html import study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
@@ -51,49 +46,17 @@ def _report(store: StudyStore, out: Path | None) -> Path:
     return out
 
 
-def write_study(
-    store: StudyStore, out: Path, *, trace_of: Predictor | None = None, searched: SearchedSpace | None = None
-) -> None:
+def write_study(store: StudyStore, out: Path) -> None:
     """Write the page of an open study.
-
-    Args:
-        trace_of: a predictor of the same job and hardware, whose trace is used.
-        searched: the space of the present call; None: the study's.
 
     Raises:
         UserError: the file cannot be written.
     """
-    write_page(_study_html(store, trace_of, searched), out)
+    write_page(_study_html(store), out)
 
 
-def _study_html(store: StudyStore, trace_of: Predictor | None, searched: SearchedSpace | None) -> str:
-    predictor, why_none = _predictor(store, trace_of)
-    return study_page(without_secrets(study_report(store, searched or _searched(store), predictor, why_none)))
-
-
-def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor | None, str]:
-    """Return a predictor without observations, or None and the reason.
-
-    No code of the study runs, so that a prediction needs a stored trace.
-    """
-    if not any(record.outcome for record in store.records()):
-        return None, ""
-    job, hardware = store.job, store.hardware
-    if hardware.gpus:  # the cores of its machine count, and this may be another one
-        hardware = dataclasses.replace(hardware, threads=hardware.threads or store.threads)
-    tracer = trace_of.tracer if trace_of else partial(stored_trace, versions=store.versions)
-    try:
-        return Predictor(job, hardware, trace_of.trace if trace_of else tracer(job, device=hardware.device), tracer), ""
-    except UserError as error:
-        return None, f"There is no prediction: {error}"
-
-
-def _searched(store: StudyStore) -> SearchedSpace | None:
-    """Return the study's space as searched; None if this version cannot read it."""
-    with suppress(UserError):
-        space = store.searched_space()
-        return SearchedSpace(space, tuple(space.candidates(store.job)))
-    return None
+def _study_html(store: StudyStore) -> str:
+    return study_page(without_secrets(study_report(store)))
 
 
 # -- Python --------------------------------------------------------------------------------------------------------------
@@ -114,7 +77,7 @@ class Study(StudyStore):
     def _repr_html_(self) -> str:
         """Return the study's report in a frame, which a notebook shows from its first screen on."""
         with readable("the study"):
-            page = _study_html(self, None, None)
+            page = _study_html(self)
         frame = 'width="100%" height="720" style="border: 1px solid #8884" sandbox="allow-scripts"'
         return f'<iframe title="autotune study" {frame} srcdoc="{html.escape(page)}"></iframe>'
 

@@ -94,8 +94,8 @@ class Predictor:
 
     Args:
         trace: of the job's model.
-        tracer: traces other ways of making the model, like another attention. It may run the job's code, so the commands that
-            read a study pass `trace_cache.stored_trace`; `predict.trace.traced_predictor` passes `trace.trace_job`.
+        tracer: traces other ways of making the model, like another attention. `predict.trace.traced_predictor` passes
+            `trace.trace_job`, which may run the job's code.
         widened: widen the intervals by `calibration.coverage_factors` until something is observed.
     """
 

@@ -40,13 +40,13 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     """Return a hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it.
 
     Args:
-        versions: of torch and transformers, as a study records them; None: those of the job's interpreter.
+        versions: of torch and transformers; None: those of the job's interpreter.
     """
     parts = {
         "model": asdict(job.model),
         "seq_len": job.seq_len,
         "precision": job.precision,
-        "versions": _versions_of_runner(job, versions),
+        "versions": versions or _versions_of_runner(job),
         "version": VERSION,
         **({"loss": loss} if loss != "own" else {}),
         **({"device": device} if device != "cuda" else {}),
@@ -62,8 +62,8 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _versions_of_runner(job: Job, versions: Mapping[str, str] | None) -> dict[str, str | None]:
-    return {name: versions.get(name) if versions else job.interpreter.version(name) for name in RUNS_IT}
+def _versions_of_runner(job: Job) -> dict[str, str | None]:
+    return {name: job.interpreter.version(name) for name in RUNS_IT}
 
 
 def with_runnable_attention(job: Job) -> tuple[Job, bool]:
@@ -74,9 +74,9 @@ def with_runnable_attention(job: Job) -> tuple[Job, bool]:
     return dataclasses.replace(job, attention="sdpa"), True
 
 
-def cache_path(job: Job, loss: str, device: str = "cuda", versions: Mapping[str, str] | None = None) -> Path:
+def cache_path(job: Job, loss: str, device: str = "cuda") -> Path:
     """Return the file of a job's cached trace."""
-    return cache_folder() / f"{cache_key(job, loss, device, versions)}.json"
+    return cache_folder() / f"{cache_key(job, loss, device)}.json"
 
 
 def cached(path: Path) -> Trace | None:
@@ -105,43 +105,19 @@ def _public(versions: Mapping[str, str | None]) -> dict[str, str]:
     return {name: (version or "").partition("+")[0] for name, version in versions.items()}
 
 
-def known_trace(
-    job: Job, loss: str = "own", device: str = "cuda", versions: Mapping[str, str] | None = None
-) -> Trace | None:
+def known_trace(job: Job, loss: str = "own", device: str = "cuda") -> Trace | None:
     """Return a trace from the cache, or a shipped one; None if the job has to be traced.
 
     A shipped trace counts if the installed torch and transformers are those that made it, or one of them is not installed.
-
-    Args:
-        versions: see `cache_key`.
     """
-    if (found := cached(cache_path(job, loss, device, versions))) is not None:
+    if (found := cached(cache_path(job, loss, device))) is not None:
         return found
     made_by, traces = _shipped()
-    mine = _versions_of_runner(job, versions)
+    mine = _versions_of_runner(job)
     if all(mine.values()) and _public(mine) != _public(made_by):
         return None
     data = traces.get(shipped_key(job, loss, device, made_by))
     return Trace.from_json(data) if data else None
-
-
-def stored_trace(job: Job, *, device: str = "cuda", versions: Mapping[str, str] | None = None) -> Trace:
-    """Return the job's trace without running any of its code: from the cache, or for a script from its profile.
-
-    Args:
-        device: whose kernels are counted.
-        versions: see `cache_key`.
-
-    Raises:
-        UserError: the job was not traced on this machine.
-    """
-    if job.script and not traceable(job.script.profile):
-        return profile_trace(job)
-    job, _ = with_runnable_attention(job)
-    found = known_trace(job, "own", device, versions)
-    if found is None:
-        raise UserError("this machine has no trace of its model, and reading a study runs none of its code")
-    return found
 
 
 def traceable(profile: dict[str, Any]) -> bool:

@@ -56,7 +56,6 @@ class Attempt:
     ended: str = ""
     resumed_from: str = ""
     peak_bytes: float = 0.0  # expected for its config, per rank
-    course: list[Point] = field(default_factory=list)  # memory and steps over time
 
 
 @dataclass
@@ -220,19 +219,18 @@ class Supervisor:
             time.sleep(min(left, _LOOK_SECONDS))
 
     def _timed(self, rung: Rung, attempt: Attempt, *, first: bool) -> AttemptEnd:
-        """Run one attempt, and record its end and course.
+        """Run one attempt, and record its end.
 
         Raises:
             UserError: the first attempt cannot be prepared.
         """
-        started, course, heard = time.monotonic(), AttemptTimeline(), AttemptMessages(self.print_line)
+        started, heard = time.monotonic(), AttemptMessages(self.print_line)
         try:
-            end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
+            end = self._prepare(rung, heard) or self._attempt(rung, heard)
         except (OSError, UserError) as error:  # no memory, process or disk for it
             if first and isinstance(error, UserError):  # input that worked once is not bad input
                 raise
             end = heard.end(1, OutcomeKind.INFRASTRUCTURE, one_line(error), words=one_line(error))
-        attempt.course = course.points
         attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
         attempt.resumed_from = end.resumed_from
         attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
@@ -273,14 +271,11 @@ class Supervisor:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, rung: Rung, course: AttemptTimeline, heard: AttemptMessages) -> AttemptEnd:
+    def _attempt(self, rung: Rung, heard: AttemptMessages) -> AttemptEnd:
         def take(rank: int, message: Message) -> None:
             heard.process(rank, message)
             if message["type"] == "traced":
                 self._compare(heard)
-            if message["type"] == "progress":
-                with suppress(Exception):  # a device that cannot be queried costs a point, not the training
-                    course.note(heard.steps, lambda: group.peaks().worst)
 
         group = self._group = WorkerGroup(
             self.target.launcher,
@@ -567,31 +562,3 @@ class RestartPolicy:
         """Step down to the next rung and reset the counts of attempts."""
         self.at += 1
         self._barren = self._alike = 0
-
-
-# -- progress of an attempt --------------------------------------------------------------------------------------------
-
-MOST_POINTS = 240
-FIRST_SECONDS = 1.0  # between points; doubled whenever there are too many
-
-Point = tuple[float, int, int]  # seconds since the attempt began, steps so far, bytes of the worst rank
-
-
-class AttemptTimeline:
-    """Memory and steps over an attempt's time, in a bounded number of points however long it trains."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._began = clock, clock()
-        self._between, self._next = FIRST_SECONDS, 0.0
-        self.points: list[Point] = []
-
-    def note(self, steps: int, worst_bytes: Callable[[], int]) -> None:
-        """Add a point if the last one is old enough. `worst_bytes` is only called then."""
-        now = self._clock() - self._began
-        if now < self._next:
-            return
-        self.points.append((round(now, 1), steps, worst_bytes()))
-        if len(self.points) > MOST_POINTS:
-            self.points = self.points[::2]
-            self._between *= 2
-        self._next = now + self._between

@@ -564,7 +564,7 @@ def _show_pairs(pairs: Iterable[tuple[str, str | Text]], first: Column, out: Con
 
 @dataclass(frozen=True)
 class PlanTable:
-    """A table of a plan, for the terminal and the page."""
+    """A table of a plan."""
 
     title: str
     columns: tuple[str, ...]

@@ -23,8 +23,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 from autotune.commands.study_output import write_study
 from autotune.executors.base import SEARCH
 from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
-from autotune.predict.trace import traced_predictor
-from autotune.results.report.build import SearchedSpace
 from autotune.search.study import StudyStore
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
 
@@ -59,8 +57,6 @@ def seconds(does: Callable[[], object]) -> tuple[float, float]:
 def row(table: ReplayTable, trials: int, repeats: int, folder: Path) -> dict[str, Any]:
     store = study(table, trials, folder)
     url = f"journal:{folder / store.name / 'study.journal'}"
-    predictor = traced_predictor(store.job, store.hardware)
-    searched = SearchedSpace(table.space(), tuple(table.rows))
     out = folder / f"{trials}.html"
 
     def read() -> None:
@@ -68,7 +64,7 @@ def row(table: ReplayTable, trials: int, repeats: int, folder: Path) -> dict[str
         json.dumps([record.outcome.to_json() for record in again.records() if record.outcome])
 
     def page() -> None:
-        write_study(StudyStore.load(store.name, url), out, trace_of=predictor, searched=searched)
+        write_study(StudyStore.load(store.name, url), out)
 
     pairs = [(seconds(read), seconds(page)) for _ in range(repeats)]
     reading, writing = (

@@ -180,26 +180,3 @@ def test_bad_input_is_one_line(
     assert code == 2
     assert says in err
     assert len(err.strip().splitlines()) == 1
-
-
-def test_the_training_has_a_page(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study_of_every_kind(tmp_path / "runs")
-    code, _, err = call(monkeypatch, capsys, "launch", "s", "--", script)
-    assert code == 0
-    assert "wrote runs/s/launch.html" in err
-    assert "training ended with exit code 0 after 3 steps" in (tmp_path / "runs" / "s" / "launch.html").read_text()
-
-
-def test_a_page_that_fails_does_not_change_how_the_training_ended(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object) -> str:
-        raise ZeroDivisionError("of a chart")
-
-    monkeypatch.setattr(launch, "training_page", fails)
-    study_of_every_kind(tmp_path / "runs")
-    code, _, err = call(monkeypatch, capsys, "launch", "s", "--", script)
-    assert code == 0
-    assert "the report of the training was not written: of a chart" in err

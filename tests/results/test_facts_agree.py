@@ -84,7 +84,7 @@ def test_all_outputs_of_a_study_agree_and_no_margin_is_negative(
 ) -> None:
     store = made_study(trials, has_script, stale, second)
     told = json.loads(json.dumps(study_json(store)))
-    verdict, report = told["verdict"], study_report(store, None, None, "")
+    verdict, report = told["verdict"], study_report(store)
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         show_study(store, Console(file=shown, width=400))

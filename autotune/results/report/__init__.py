@@ -1,5 +1,5 @@
-"""The page of a study, a training or a plan: one HTML file that needs no network.
+"""The page of a study: one HTML file that needs no network.
 
-`model.py` holds a study's content as plain data, and `build.py` and `knob_effects.py` build it. `figures.py` draws the charts.
-`html.py` fills the templates and writes the file.
+`model.py` holds a study's content as plain data, and `build.py` builds it. `figures.py` draws the chart. `html.py` fills the
+templates and writes the file.
 """

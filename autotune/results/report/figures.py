@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from autotune.results.report.model import Bars, Status, StudyReport, Trial
-from autotune.search.trials import RESUME, TRAINING
-from autotune.util.units import GIB, MIB, format_bytes, format_count, format_duration
+from autotune.results.report.model import Status, StudyReport, Trial
+from autotune.util.units import GIB, MIB, format_bytes, format_count
 
 # -- SVG axes and marks ------------------------------------------------------------------------------------------------
 #
@@ -23,7 +22,6 @@ from autotune.util.units import GIB, MIB, format_bytes, format_count, format_dur
 
 _STEPS = (1, 2, 2.5, 5, 10)
 TOP, BOTTOM = 14, 42  # pixels around the plot: for the topmost label, and for ticks and the axis' name
-MOST_LABELLED = 6
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -37,17 +35,6 @@ def nice_ticks(low: float, high: float) -> list[float]:
     return [first * step + i * step for i in range(int((high - first * step) / step + 1e-9) + 1)]
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5, 10, … between two numbers above zero, thinned if there are many."""
-    every = [
-        factor * 10.0**power
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for factor in (1, 2, 5)
-    ]
-    found = [tick for tick in every if low <= tick <= high]
-    return found[:: max(1, -(-len(found) // MOST_LABELLED))]
-
-
 @dataclass(frozen=True)
 class Axis:
     """Mapping from numbers to a share of the plot's length; its labels are in `unit`s."""
@@ -56,21 +43,19 @@ class Axis:
     low: float
     high: float
     show: Callable[[float], str]  # formats a number of units
-    log: bool = False
     unit: float = 1.0
 
     def share(self, value: float) -> float:
         """Return the share of the plot's length, clipped to the plot."""
-        low, high, at = self.low, self.high, value
-        if self.log:
-            low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
-        return min(1.0, max(0.0, (at - low) / (high - low))) if high > low else 0.5
+        if not self.high > self.low:
+            return 0.5
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Return (value, label) of the ticks: logarithmic on a wide logarithmic axis, else round numbers."""
-        chosen = log_ticks if self.log and self.high > 8 * self.low else nice_ticks
-        return [(tick * self.unit, self.show(tick)) for tick in chosen(self.low / self.unit, self.high / self.unit)]
+        """Return (value, label) of the ticks, which are round numbers."""
+        ticks = nice_ticks(self.low / self.unit, self.high / self.unit)
+        return [(tick * self.unit, self.show(tick)) for tick in ticks]
 
 
 def _tag(name: str, content: str | None = None, /, **attributes: object) -> Markup:
@@ -130,14 +115,6 @@ class Plot:
             place = {"dx": -5, "text_anchor": "end"} if end else {"dx": 5, "text_anchor": "start"}
             self._parts.append(_tag("text", label, x=at, y=TOP + (10 if left else 24), **place, class_="note"))
 
-    def level(self, y: float, classes: str, label: str) -> None:
-        """Add a horizontal line with a label at its right end."""
-        down = self._down(y)
-        self._parts += [
-            _tag("line", x1=0, y1=f"{down:.0f}", x2="100%", y2=f"{down:.0f}", class_=classes),
-            _tag("text", label, x="100%", y=f"{down - 4:.0f}", text_anchor="end", class_="note"),
-        ]
-
     def steps(self, points: Sequence[tuple[float, float]], classes: str) -> None:
         """Add a line that keeps each height until the next point."""
         for (x1, y1), (x2, y2) in pairwise(points):
@@ -186,26 +163,6 @@ class Plot:
 # The charts of a page: positions, shapes, colours and labels.
 
 SHAPES = ("0", "1", "2", "3")  # for ZeRO's stages: circle, square, triangle, diamond (base.html.j2)
-LETTERS = {  # for contents of memory; the classes `hold-…` of page.css have a colour and a texture for each
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer": "O",
-    "activations": "A",
-    "logits and loss": "L",
-    "buckets": "B",
-    "gathered parameters": "F",
-    "temporaries": "T",
-    "host": "H",
-    "allocator": "K",
-    "kept by the allocator": "K",
-    "context and communication": "C",
-    "allocated by torch": "M",
-    "tensors": "M",
-    "rest of the process": "R",
-    "not told apart": "M",
-    "all there was": "M",
-    "more that was asked for": "+",
-}
 _FAR = 1.6  # multiple of the capacity; a larger peak or shortfall is drawn at the edge
 
 
@@ -214,14 +171,10 @@ def tokens(value: float) -> str:
     return format_count(value) if value >= 1000 else f"{value:.3g}"
 
 
-def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
+def size_axis(name: str, low: float, high: float) -> Axis:
     """Return an axis of bytes: in GiB, or in MiB if all values are small."""
     unit, word = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
-    return Axis(f"{name} ({word})", low, high, lambda v: f"{v:.4g}", log, unit)
-
-
-def _seconds_axis(name: str, low: float, high: float, log: bool) -> Axis:
-    return Axis(f"{name} (s)", low, high, lambda v: f"{v:.3g}", log)
+    return Axis(f"{name} ({word})", low, high, lambda v: f"{v:.4g}", unit)
 
 
 def marker_style(trial: Trial) -> tuple[str, str]:
@@ -298,115 +251,3 @@ def _front(trials: Sequence[Trial]) -> list[Trial]:
             best = trial.tokens_per_second or 0
             front.append(trial)
     return front
-
-
-def over_time(report: StudyReport) -> Markup | None:
-    """Draw every trial as a line as long as its duration, at its speed, and the best so far.
-
-    Trials are drawn in sequence, without the time between them. None if no trial took time or measured a speed.
-    """
-    shown = [t for t in report.trials if t.role != TRAINING and t.status is not Status.RUNNING]
-    whole = sum(t.seconds for t in shown)
-    fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0)
-    if whole <= 0 or fastest <= 0:
-        return None
-    unit, word = (60.0, "minutes") if whole >= 180 else (1.0, "seconds")
-    x = Axis(f"time in trials ({word})", 0.0, whole, lambda v: f"{v:.4g}", unit=unit)
-    plot = Plot(
-        "clock",
-        "The search in time",
-        f"{len(shown)} trials in {format_duration(whole)}, one after the other; a line is as long as its trial took.",
-        x,
-        Axis("tokens/s", 0.0, 1.06 * fastest, tokens),
-        height=220,
-        lane=26,
-        lane_name="no speed",
-    )
-    at, best, front = 0.0, 0.0, [(0.0, 0.0)]
-    for trial in shown:
-        end = at + trial.seconds
-        shape, classes = marker_style(trial)
-        speed = trial.tokens_per_second
-        if speed is not None:
-            plot.line(at, speed, end, speed, f"took {classes}", trial.number)
-            plot.mark(shape, end, speed, classes, trial.number)
-            if not trial.remark and speed > best:
-                best = speed
-                front.append((end, speed))
-        elif trial.role != RESUME:
-            plot.mark(shape, (at + end) / 2, None, classes, trial.number)
-        at = end
-    if len(front) > 1:
-        plot.steps([*front[1:], (whole, best)], "front")
-    return plot.html()
-
-
-def predicted_against_measured(report: StudyReport) -> list[Markup]:
-    """Draw two charts, memory and step time. A mark on the diagonal was predicted exactly."""
-    told = [t for t in report.trials if t.forecast and t.measured and t.peak_bytes and t.step_seconds]
-    if not told:
-        return []
-    made = []
-    sizes = [(t, float(t.peak_bytes or 0), t.forecast.peak_bytes) for t in told if t.forecast]
-    times = [(t, float(t.step_seconds or 0), t.forecast.step_seconds) for t in told if t.forecast]
-    for name, title, pairs in (("memory", "peak memory", sizes), ("step", "time of a step", times)):
-        values = [value for _, *both in pairs for value in both if value > 0]
-        axis = size_axis if name == "memory" else _seconds_axis
-        x, y = (
-            axis(f"{how} {title}", 0.9 * min(values), 1.1 * max(values), log=True) for how in ("measured", "predicted")
-        )
-        plot = Plot(
-            f"predicted-{name}", f"Predicted against measured {title}", f"{len(pairs)} trials.", x, y, height=260
-        )
-        plot.line(x.low, y.low, x.high, y.high, "diagonal")
-        for trial, measured, predicted in pairs:
-            shape, classes = marker_style(trial)
-            plot.mark(shape, measured, predicted, classes, trial.number)
-        made.append(plot.html())
-    return made
-
-
-def letter(part: str) -> str:
-    """Return the letter that marks a part."""
-    return LETTERS.get(part, part[:1].upper())
-
-
-def hold(part: str) -> str:
-    """Return the CSS class for a content of memory."""
-    return f"hold hold-{letter(part) if letter(part) != '+' else 'more'}"
-
-
-def memory_bars(bars: Bars, at: int, scale: float, capacity_bytes: int, ceiling_bytes: int) -> list[tuple[str, Markup]]:
-    """Return (name, drawing) of each bar of a config, with a title on each part.
-
-    Args:
-        at: index of the config on its page.
-        scale: bytes of the whole width.
-    """
-    made = []
-    for bar in bars.bars:
-        titles = [f"{name}: {format_bytes(size)}" for name, size in bar.parts]
-        drawn, left = [], 0.0
-        for title, (name, size) in zip(titles, bar.parts, strict=True):
-            width = 100 * size / scale
-            place = {"x": f"{left:.2f}%", "y": 4, "width": f"{width:.2f}%", "height": 26}
-            drawn.append(_tag("rect", _tag("title", title), **place, class_=hold(name)))
-            if width >= 4:  # else the letter has no space
-                middle = f"{left + width / 2:.2f}%"
-                drawn.append(_tag("text", letter(name), x=middle, y=22, text_anchor="middle", class_="letter"))
-            left += width
-        for limit, classes in ((ceiling_bytes, "ceiling"), (capacity_bytes, "capacity")):
-            x = f"{100 * limit / scale:.2f}%"
-            drawn.append(_tag("line", x1=x, y1=0, x2=x, y2=34, class_=classes))
-        picture = Markup(
-            '<svg class="bar" width="100%" height="34" role="img" aria-labelledby="{n}-t {n}-d"><title id="{n}-t">'
-            'Memory of a rank, {name}: {label}</title><desc id="{n}-d">{about}</desc>{parts}</svg>'
-        ).format(
-            n=f"bar-{at}-{bar.name}",
-            name=bar.name,
-            label=bars.label,
-            about="; ".join(titles),
-            parts=Markup("").join(drawn),
-        )
-        made.append((bar.name, picture))
-    return made

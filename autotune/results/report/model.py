@@ -8,7 +8,6 @@ from typing import Any
 
 from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import OutcomeKind
 
 
 class Status(StrEnum):
@@ -20,17 +19,6 @@ class Status(StrEnum):
     FAILED = "failed"  # a timeout, a refusal, a crash: a retry would fail again
     UNDECIDED = "inconclusive"  # interrupted, or the machine's fault
     RUNNING = "running"
-
-
-@dataclass(frozen=True)
-class TrialPrediction:
-    """Prediction of a candidate before its measurement; intervals hold 95 %."""
-
-    peak_bytes: float
-    peak_interval: tuple[float, float]
-    step_seconds: float
-    step_interval: tuple[float, float]
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -57,17 +45,12 @@ class Trial:
     why: str = ""  # reason for trying it
     happened: str = ""  # failure, if there is no measurement
     log: str = ""  # folder of its logs
-    forecast: TrialPrediction | None = None
     remark: str = ""  # why a measured trial cannot win
 
     @property
     def measured(self) -> bool:
         """Return True if the trial has a throughput."""
         return self.samples_per_second is not None
-
-    def lacks_memory_on(self, hardware: Hardware) -> bool:
-        """Check for an OOM on devices that had at least about the memory of this machine's."""
-        return self.kind == OutcomeKind.OOM_DEVICE and not hardware.outgrew(OutcomeKind.OOM_DEVICE, self.capacity_bytes)
 
 
 @dataclass(frozen=True)
@@ -102,129 +85,6 @@ class WinnerSummary:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Bytes of a rank by content, in order."""
-
-    name: str  # `predicted`, `measured` or `resuming`
-    parts: tuple[tuple[str, float], ...]
-    note: str = ""
-
-    @property
-    def whole(self) -> float:
-        """Return the sum of the parts in bytes."""
-        return sum(size for _, size in self.parts)
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Predicted and measured memory of a config."""
-
-    name: str  # `winner`, `runner-up`, `the script as it is`
-    label: str
-    bars: tuple[Bar, ...]
-    limits: tuple[int, int] | None = None  # bytes: (capacity, ceiling), if they differ from the page's
-
-
-class Cell(StrEnum):
-    """Knowledge about a micro-batch under one kind of config. The first that applies counts, since it is the most certain."""
-
-    FITS = "fits"
-    ABOVE = "above the ceiling"
-    RAN_OUT = "ran out of memory"
-    FAILED = "failed"
-    RULED_OUT = "not tried: needs no less than what ran out"
-    TOO_MUCH = "not tried: predicted to need too much"
-    PREDICTED = "not tried: predicted to fit"
-    UNKNOWN = "not known"
-    NONE = "not in the space"
-
-
-@dataclass(frozen=True)
-class Square:
-    """One square of the memory map."""
-
-    cell: Cell
-    bytes_low: float | None = None  # smallest measured or predicted bytes of its candidates
-    phases: tuple[str, ...] = ()  # phases of the trials that ran out of memory
-    tooltip: str = ""
-    trials: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class MemoryMap:
-    """Micro-batches as columns; stage, checkpointing and offload as rows."""
-
-    micro_batches: tuple[int, ...]
-    # (stage, checkpointing and offload in words; one square per micro-batch)
-    rows: tuple[tuple[str, tuple[Square, ...]], ...]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class TimeUse:
-    """Use of a study's time, in seconds."""
-
-    calls: tuple[tuple[str, float, float, str], ...]  # (started, used, budget, reason for its end)
-    spent: tuple[tuple[str, float], ...]  # by cause, in order
-
-
-@dataclass(frozen=True)
-class KnobPair:
-    """Effect of one change of one knob, all else equal."""
-
-    knob: str
-    change: str  # `1 → 2`
-    pairs: int
-    speed: float  # median of the relative change
-    speed_range: tuple[float, float]
-    bytes: float  # median change of the peak
-    bytes_range: tuple[float, float]
-    is_noise: bool = False  # the change of speed has an interval that holds 0, or pairs of both signs
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one knob away from the winner."""
-
-    knob: str
-    change: str
-    label: str
-    status: Status | None  # None: not tried, so the figures are predicted
-    speed: float | None  # relative to the winner's; None if it is not expected to fit
-    bytes: float | None  # difference to the winner's peak
-    trial: int | None = None
-    cell: Cell | None = None  # for untried candidates: expected fit, as in the map
-    is_noise: bool = False  # its speed cannot be told from the winner's
-
-    @property
-    def fits(self) -> bool:
-        """Return True if the neighbour fits, measured or predicted."""
-        return self.status is Status.FITS or self.cell is Cell.PREDICTED
-
-
-@dataclass(frozen=True)
-class KnobEffects:
-    """Effects of knobs, and the neighbours of the winner."""
-
-    pairs: tuple[KnobPair, ...] = ()
-    steps: tuple[Step, ...] = ()
-    basin: str = ""  # sentence about how the winner's neighbours compare
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The predictor's error on unseen trials; shares."""
-
-    count: int
-    memory: float  # median
-    step: float
-    memory_inside: float  # share of trials within the 95 % interval
-    step_inside: float
-    tried: int  # trials that were expected to fit
-    ran_out: int  # of these, those that ran out of memory
-
-
-@dataclass(frozen=True)
 class StudyReport:
     """Full content of a study's page."""
 
@@ -237,13 +97,9 @@ class StudyReport:
     trials: tuple[Trial, ...]
     varying: tuple[str, ...]  # knobs that differ between trials
     constant: tuple[tuple[str, str], ...]  # other knobs, and their value
-    memory: tuple[Bars, ...]
-    map: MemoryMap | None
-    clock: TimeUse
-    mattered: KnobEffects
-    accuracy: Accuracy | None
-    no_forecast: str  # reason why there are none, or notes about them
-    skips: tuple[tuple[str, int], ...]
+    mattered: tuple[tuple[str, float], ...]  # (knob, importance for speed), largest first
+    skips: tuple[tuple[str, int], ...]  # (reason for not trying candidates, count)
+    calls: tuple[tuple[str, float, float, str], ...]  # (started, used and budget in seconds, reason for its end)
     facts: tuple[tuple[str, str], ...]  # machine, versions, environment
     commands: tuple[str, ...]
     space: str  # its YAML

@@ -7,8 +7,6 @@ import functools
 from pathlib import Path
 
 from autotune.commands.study_output import write_study
-from autotune.predict.predictor import Predictor
-from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
@@ -138,7 +136,6 @@ def large(trials: int = 500) -> StudyStore:
 
 
 def page(store: StudyStore, out: Path) -> Path:
-    """Writes the page of a study; its predictor needs no trace."""
-    predictor = Predictor(store.job, store.hardware, closed_form_trace(store.job, "a test"))
-    write_study(store, out, trace_of=predictor)
+    """Writes the page of a study."""
+    write_study(store, out)
     return out

@@ -62,14 +62,10 @@ def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
     assert str(make_candidate(0, 8)) in browser.text("#verdict")
     assert "1.60×" in browser.text("#verdict"), "over the script as it is"
     assert "RESUMES FROM A CHECKPOINT" in browser.text("#verdict").upper()
-    assert browser.shown("#memory svg.bar") >= 4, "predicted beside measured, for winner and runner-up"
     assert browser.shown("#speed svg.plot use[data-t]") == 10, "seven measured and three that ran out"
-    assert browser.shown("#map td.ran") == 3
-    assert browser.shown("#map td.above") == 1
-    assert "trials that ran out of memory" in browser.text("#time")
-    assert "overlap comm" in browser.text("#mattered")
-    assert "median" in browser.text("#predicted")
+    assert "train micro batch size" in browser.text("#mattered")
     assert browser.shown("#trials-table tbody tr") == 14
+    browser.click("#reproduce summary")
     assert "autotune run --study an error" in browser.text("#reproduce")
 
 
@@ -81,7 +77,7 @@ def test_an_empty_study_says_so(browser: Browser, pages: Pages) -> None:
     assert browser.complaints() == []
 
 
-def test_one_filter_is_for_the_table_and_all_charts(browser: Browser, pages: Pages) -> None:
+def test_one_filter_is_for_the_table_and_the_chart(browser: Browser, pages: Pages) -> None:
     browser.open(pages("everything"))
     before = browser.shown("#speed svg [data-t]")
     browser.click("#filters input[value='s:ran out of memory']")
@@ -149,7 +145,7 @@ def test_the_data_is_saved_as_csv_and_json(browser: Browser, pages: Pages) -> No
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["evil", "training", "plan"])
+@pytest.mark.parametrize("kind", ["evil"])
 def test_names_that_look_like_a_script_are_text(kind: str, browser: Browser, pages: Pages) -> None:
     browser.open(pages(kind))
     assert "owned" not in browser.driver.title.replace("document.title='owned'", "")
@@ -183,9 +179,3 @@ def test_on_paper_nothing_is_folded_or_cut(browser: Browser, pages: Pages) -> No
         assert browser.run(box) <= 2
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-
-
-def test_a_training_shows_what_was_stepped_down(browser: Browser, pages: Pages) -> None:
-    browser.open(pages("training"))
-    assert "stepped down" in browser.text("#attempts")
-    assert browser.shown("#course svg.plot") == 2

@@ -69,7 +69,7 @@
     });
   });
 
-  // filtering: one set of toggles for the table and all charts
+  // filtering: one set of toggles for the table and the chart
   var rows = $("#trials-table tbody tr"), marks = $("svg [data-t]");
   var rowOf = {};
   rows.forEach(function (row) { rowOf[row.dataset.t] = row; });
@@ -103,7 +103,7 @@
     var mark = event.target.closest && event.target.closest("svg [data-t]");
     var row = mark && rowOf[mark.dataset.t];
     if (!row || !tip) { hide(); return; }
-    tip.textContent = row.dataset.say || row.cells[1].textContent + " — " + row.cells[2].textContent;
+    tip.textContent = row.cells[1].textContent + " — " + row.cells[2].textContent;
     tip.hidden = false;
     var box = tip.getBoundingClientRect();
     tip.style.left = Math.max(4, Math.min(event.clientX + 12, innerWidth - box.width - 8)) + "px";
@@ -111,9 +111,9 @@
   });
   document.addEventListener("scroll", hide, { passive: true });
   document.addEventListener("click", function (event) {
-    var mark = event.target.closest && event.target.closest("svg [data-t], td[data-go]");
+    var mark = event.target.closest && event.target.closest("svg [data-t]");
     if (!mark) return;
-    var row = rowOf[mark.dataset.t || mark.dataset.go];
+    var row = rowOf[mark.dataset.t];
     if (!row) return;
     if (row.hidden && filters) { filters.reset(); }
     setTimeout(function () {
