@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, MachineError, Stopped, Unusable
+from autotune.errors import Cause, MachineError, Stopped, Unusable, one_line
 from autotune.executors.base import LaunchTarget, MeasureSpec, too_slow_outcome
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.predict.step_time import model_flops_per_token, size_seconds
@@ -267,7 +267,7 @@ class LocalSession:
         if not outcome.ok or self._job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began
-        inside = max(float(answer["measured_seconds"]) for answer in self._results) if outcome.ok else 0.0
+        inside = max(float(answer.get("measured_seconds") or 0.0) for answer in self._results) if outcome.ok else 0.0
         outside, log = seconds - inside, str(self._folder)
         return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
@@ -318,7 +318,7 @@ class LocalSession:
             stop = self._request("checkpoint", deadline, folder=str(folder))
             if stop is not WatchEnd.ARRIVED:
                 return self._failed(stop)
-            if not all(answer["checkpointed"] for answer in self._answers.values()):
+            if not all(answer.get("checkpointed") for answer in self._answers.values()):
                 return no_space_outcome(folder.parent)
             group.end()
             self._checkpoint = folder
@@ -334,6 +334,16 @@ class LocalSession:
 
     def _measured(self, candidate: Candidate) -> Outcome:
         """Return the outcome of everything since `_ask_measure`, including the peaks of a certification."""
+        try:
+            return self._outcome_of_results(candidate)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            # A script's own code may write to the socket of its rank.
+            why = f"{type(error).__name__}: {one_line(error)}"
+            reason = f"the ranks sent results that cannot be read ({why})"
+            self.close()
+            return Outcome(OutcomeKind.CRASH, Phase.STEP, reason=reason, evidence=why, source=Source.EXCEPTION)
+
+    def _outcome_of_results(self, candidate: Candidate) -> Outcome:
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
         if any(result.get("seeds") for result in self._results):

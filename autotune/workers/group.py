@@ -22,12 +22,13 @@ from autotune.workers.host_workers import HostWorkers, LocalWorkers, MultiHostLa
 from autotune.workers.launchers import Launcher
 from autotune.workers.memory_monitor import Meter
 from autotune.workers.memory_peaks import MemoryPeaks, merged
-from autotune.workers.protocol import Message
+from autotune.workers.protocol import Message, malformed
 
 # -- group -------------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
+_MALFORMED_KIND = "autotune.MalformedMessage"  # in the place of an exception's type
 _STATUS_SECONDS = 1.0  # longest wait for the exit status of a rank that sent no error
 _LOOK_SECONDS = 5.0  # maximum interval between checks of silent ranks
 
@@ -219,7 +220,11 @@ class WorkerGroup:
         return heard
 
     def _process(self, rank: int, message: Message) -> bool:
-        """Process a message. Return True if it is a heartbeat."""
+        """Process a message. Return True if it is a heartbeat. A malformed message is an error of its rank."""
+        if why := malformed(message):
+            text = f"rank {rank} sent a message that cannot be read: {why}"
+            self.errors.append({"kinds": [_MALFORMED_KIND], "text": text, "rank": rank, "phase": self.phase.value})
+            return True
         verb = message["type"]
         if verb == "hello":
             self._rank_pids[rank] = int(message["pid"])
@@ -235,7 +240,7 @@ class WorkerGroup:
             self._rendezvous = self._rendezvous or message
         elif verb == "device" and "uuid" in message:
             next(host for host in self._hosts if rank in host.numbers).register_device(rank, message["uuid"])
-            self._bytes_outside_allocator[rank] = message["outside_bytes"]
+            self._bytes_outside_allocator[rank] = message.get("outside_bytes") or 0
         elif verb == "bye" and message.get("code") is not None:
             self._script_codes[rank] = int(message["code"])
         elif verb == "phase" and message["phase"] in set(Phase):

@@ -27,7 +27,7 @@ from autotune.workers.launchers import Launcher
 from autotune.workers.memory_monitor import MemoryMonitor, Meter
 from autotune.workers.memory_peaks import MemoryPeaks
 from autotune.workers.process_tree import descendant_processes, end_ranks, processes
-from autotune.workers.protocol import Channel, Message
+from autotune.workers.protocol import MALFORMED, Channel, Message, malformed
 
 # -- host workers ------------------------------------------------------------------------------------------------------
 #
@@ -208,16 +208,20 @@ class LocalWorkers:
     def _identify(self, channel: Channel) -> list[tuple[int, Message]]:
         """Identify the rank of a new connection."""
         hello = channel.receive(0)
-        if hello is not None and hello["type"] == "hello":
-            self._channels[int(hello["rank"])] = channel
-            self._rank_pids[int(hello["rank"])] = int(hello["pid"])
-        elif not channel.closed:
+        if hello is None and not channel.closed:
             return []
         self._unidentified.remove(channel)
         if hello is None:
             channel.close()
             return []
-        return [(int(hello["rank"]), hello)]
+        why = malformed(hello)
+        if why or hello["type"] != "hello" or hello["rank"] not in self.numbers:
+            channel.close()
+            text = why or f"a connection began with {str(hello)[:100]}, not with a rank's hello"
+            return [(self.numbers[0], {"type": MALFORMED, "text": text})]
+        self._channels[hello["rank"]] = channel
+        self._rank_pids[hello["rank"]] = hello["pid"]
+        return [(hello["rank"], hello)]
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send a message to all ranks."""

@@ -1,9 +1,9 @@
 """Exchange JSON lines over a socket.
 
-Ranks send `device`, `phase`, `progress`, `pulse`, `measured`, `error` and `bye`. The parent sends `measure`, `certify`,
-`checkpoint` and `stop`.
+Ranks send the messages of `RANK_MESSAGES`. The parent sends `measure`, `certify`, `checkpoint` and `stop`.
 
-Pickle is not used: a rank may run the user's code, and its messages must not execute anything here.
+Pickle is not used: a rank may run the user's code, and its messages must not execute anything here. That code may also write
+to the socket, so the parent checks the shape of each message, and a malformed one is an error of its rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,120 @@ Message = dict[str, Any]
 MAX_LINE_BYTES = 8 * 2**20
 _LOOK_SECONDS = 0.5  # interval after which a closed stream is noticed
 
+# -- shapes of messages ------------------------------------------------------------------------------------------------
+
+MALFORMED = "malformed"  # type of the message that stands for a line that is none; `text` is the reason
+
+_PEAKS = dict.fromkeys(
+    (
+        "allocated_bytes?",
+        "reserved_bytes?",
+        "data_bytes?",
+        "overhead_bytes?",
+        "host_bytes?",
+        "pinned_bytes?",
+        "retries?",
+    ),
+    int,
+)
+_TRACE = {"steps": [dict], "stage": int, "precision": str, "accumulation": int, "missing?": str}
+# Fields that the parent reads of each type of a rank's message. A name with `?` may be missing or null, and `float` stands
+# for any finite number.
+RANK_MESSAGES: dict[str, dict[str, Any]] = {
+    "hello": {"rank": int, "pid": int},
+    "store": {"port": int, "scripts_port": int},
+    "device": {"uuid?": str, "outside_bytes?": int},
+    "phase": {"phase": str},
+    "progress": {"steps?": int, "micro_batches?": int},
+    "pulse": {"moved": bool, "where": str, "waits": bool, "compiles?": bool},
+    "facts": {"accumulation?": int, "micro_batch?": int, "config?": dict},
+    "unbuilt": {"op": str},
+    "measured": {
+        **_PEAKS,
+        "step_seconds?": [float],
+        "warmup_steps?": int,
+        "warmup_seconds?": float,
+        "measured_seconds?": float,
+        "micro_seconds?": float,
+        "boundary_seconds?": float,
+        "tokens?": float,
+        "live_bytes?": {str: int},
+        "facts?": {"accumulation?": int, "micro_batch?": int},
+        "trace?": _TRACE,
+    },
+    "loaded": _PEAKS,
+    "output": {"folder": str},
+    "checkpoints": {"folder": str, "ledger": dict},
+    "resumed": {"path": str},
+    "traced": {"trace?": _TRACE},
+    "error": {
+        "kinds?": [str],
+        "text?": str,
+        "traceback?": str,
+        "file?": str,
+        "files?": [str],
+        "phase?": str,
+        "rank?": int,
+        "errnos?": [int],
+        "cause?": str,
+        "full_disk?": str,
+        "numbers?": {"total_bytes?": int, "free_bytes?": int, "reserved_bytes?": int},
+    },
+    "bye": {"code?": int, "steps?": int},
+}
+
+
+def malformed(message: Message) -> str:
+    """Return why a rank's message cannot be used, or an empty text. Types that the parent does not read have any shape."""
+    verb = message["type"]
+    if verb == MALFORMED:
+        return str(message["text"])
+    wrong = _misfit(message, RANK_MESSAGES.get(verb, {}), verb)
+    return f"{wrong} has an unexpected value" if wrong else ""
+
+
+def _misfit(value: Any, shape: Any, name: str) -> str:
+    """Return the name of the first part of a JSON value that does not have the shape, or an empty text."""
+    if isinstance(shape, type):
+        if shape is float:
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+        elif shape is int:
+            fits = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+        else:
+            fits = isinstance(value, shape)
+        return "" if fits else name
+    if not isinstance(value, type(shape)):
+        return name
+    if isinstance(shape, list):
+        parts = [(one, shape[0], f"{name}[{at}]") for at, one in enumerate(value)]
+    elif str in shape:
+        parts = [(one, shape[str], f"{name}.{key}") for key, one in value.items()]
+    else:
+        known = [(key.rstrip("?"), inner, key.endswith("?")) for key, inner in shape.items()]
+        parts = [
+            (value.get(key), inner, f"{name}.{key}")
+            for key, inner, optional in known
+            if not optional or value.get(key) is not None
+        ]
+    found = (_misfit(*part) for part in parts)
+    return next((one for one in found if one), "")
+
+
+_LARGEST_NUMBER = 2**63  # of SQLite's integers; excludes infinity and NaN
+
+# -- channels ----------------------------------------------------------------------------------------------------------
+
 
 class Channel:
-    """One end of a connection with JSON lines. Lines that are not JSON objects are dropped, because a log may mix in."""
+    """One end of a connection with JSON lines. A line that is no message arrives as a `MALFORMED` message."""
+
+    _drops_malformed = False
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.closed = False
         self._buffer = b""
+        self._skipping = False  # the rest of a line that is too long
         self._sending = threading.Lock()  # a rank's heartbeat thread sends in parallel with its main thread
 
     @classmethod
@@ -43,8 +149,12 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send one message. A closed connection is only noticed by reading."""
-        line = json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
+        """Send one message. A closed connection is only noticed by reading.
+
+        Raises:
+            ValueError: the message is larger than MAX_LINE_BYTES.
+        """
+        line = _line(verb, fields)
         with contextlib.suppress(OSError), self._sending:
             self.sock.sendall(line)
 
@@ -78,8 +188,6 @@ class Channel:
         if not data:
             self.closed = True
         self._buffer += data
-        if len(self._buffer) > MAX_LINE_BYTES:
-            self._buffer = b""
 
     def _read(self) -> bytes:
         return self.sock.recv(65536)
@@ -87,13 +195,26 @@ class Channel:
     def _take(self) -> Message | None:
         while b"\n" in self._buffer:
             line, self._buffer = self._buffer.split(b"\n", 1)
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(message, dict) and isinstance(message.get("type"), str):
+            skipped, self._skipping = self._skipping, False
+            message = None if skipped else self._parse(line)
+            if message is not None:
                 return message
+        if self._skipping or len(self._buffer) > MAX_LINE_BYTES:
+            first, self._skipping, self._buffer = not self._skipping, True, b""
+            if first and not self._drops_malformed:
+                return {"type": MALFORMED, "text": f"a line of more than {MAX_LINE_BYTES >> 20} MiB"}
         return None
+
+    def _parse(self, line: bytes) -> Message | None:
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if isinstance(message, dict) and isinstance(message.get("type"), str):
+            return message
+        if self._drops_malformed:
+            return None
+        return {"type": MALFORMED, "text": f"{line[:60].decode(errors='replace')!r} is no message"}
 
     def close(self) -> None:
         """Close the socket."""
@@ -104,13 +225,17 @@ class Channel:
 class Stream(Channel):
     """Channel over two pipes, or over any transport of another process's standard input and output.
 
+    Lines that are no messages are dropped, because a shell's greeting may mix in.
     Sending closes the stream if the other side accepts nothing for `patience_seconds`.
     """
+
+    _drops_malformed = True
 
     def __init__(self, reads: int, writes: int, patience_seconds: float) -> None:
         self._reads, self._writes, self._patience_seconds = reads, writes, patience_seconds
         self.closed = False
         self._buffer = b""
+        self._skipping = False
         self._sending = threading.Lock()
         os.set_blocking(writes, False)
 
@@ -119,30 +244,21 @@ class Stream(Channel):
         return self._reads
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send a message."""
-        self.give(json.dumps({"type": verb, **fields}, default=str).encode() + b"\n")
-
-    def give(self, data: bytes, patience_seconds: float | None = None) -> bool:
-        """Send raw bytes. Return True if all were accepted.
-
-        Args:
-            patience_seconds: limit for each part to be accepted; None uses the stream's.
-        """
-        left, patience_seconds = memoryview(data), patience_seconds or self._patience_seconds
-        until = time.monotonic() + patience_seconds
+        """Send a message; the stream is closed if it cannot be sent in time."""
+        left = memoryview(_line(verb, fields))
+        until = time.monotonic() + self._patience_seconds
         with self._sending:
             while left and not self.closed:
                 try:
                     if select.select([], [self._writes], [], _LOOK_SECONDS)[1]:
                         left = left[os.write(self._writes, left[:65536]) :]
-                        until = time.monotonic() + patience_seconds
+                        until = time.monotonic() + self._patience_seconds
                     elif time.monotonic() > until:
                         raise OSError("nobody reads")
                 except BlockingIOError:
                     continue
                 except (OSError, ValueError):
                     self.closed = True
-        return not left
 
     def feed(self, data: bytes) -> Message | None:
         """Take bytes that were read elsewhere, and return the message in them."""
@@ -155,3 +271,12 @@ class Stream(Channel):
     def close(self) -> None:
         """Mark the stream as closed."""
         self.closed = True
+
+
+def _line(verb: str, fields: Message) -> bytes:
+    line = json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(
+            f"a {verb} message has {len(line) >> 20} MiB, and at most {MAX_LINE_BYTES >> 20} MiB can be sent"
+        )
+    return line
