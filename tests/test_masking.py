@@ -251,7 +251,6 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
     forget()
     folder = tmp_path_factory.mktemp("secrets")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("autotune.commands.study_output._predictor", lambda store, trace_of: (None, ""))
     first, second, third, fourth, fifth, sixth, seventh = (f"Q{text}7" for text in secrets)
     data = {"hub_token": fourth, "run": [{"service": {"api_key": fifth}}]}
     script = Script(

@@ -467,6 +467,12 @@ def stages_own() -> str:
     return table(header, own_rows())
 
 
+def stages_published() -> str:
+    """Published jobs whose figures differ by the stage alone."""
+    found = json.loads((DATA / "published" / "stages.json").read_text())
+    return table(found["header"], found["rows"])
+
+
 # -- frameworks --------------------------------------------------------------------------------------------------------
 
 
@@ -562,6 +568,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "variants-loss": variants_loss,
     "variants-qlora": variants_qlora,
     "stages-own": stages_own,
+    "stages-published": stages_published,
     "report": report,
     "frameworks": frameworks,
     "failures": failures,

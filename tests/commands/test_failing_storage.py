@@ -85,7 +85,6 @@ def test_a_full_disk_is_the_machines_trouble_for_every_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     study_of_every_kind(tmp_path / "runs")
-    monkeypatch.setattr("autotune.commands.study_output._predictor", lambda store, trace_of: (None, ""))
     with limits_restored():
         limit_files_to(10)
         code, out, err = call(monkeypatch, capsys, *words, "s")

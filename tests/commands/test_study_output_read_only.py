@@ -23,7 +23,6 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return not (mode & os.W_OK and Path(path).resolve().is_relative_to(folder)) and real(path, mode)
 
     monkeypatch.setattr(os, "access", access)
-    monkeypatch.setattr("autotune.commands.study_output._predictor", lambda store, trace_of: (None, ""))
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     return folder
