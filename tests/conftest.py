@@ -99,6 +99,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/hooks/test_accelerate.py": "parent",
     "tests/rank/hooks/test_deepspeed_auxiliary_engines.py": "parent",
     "tests/rank/hooks/test_deepspeed.py": "parent",
+    "tests/rank/hooks/test_deepspeed_trace.py": "parent",
     "tests/rank/hooks/test_deepspeed_engine_choice.py": "parent",
     "tests/rank/hooks/test_deepspeed_ops.py": "parent",
     "tests/rank/hooks/test_process_group.py": "parent",

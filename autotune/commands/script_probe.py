@@ -54,7 +54,7 @@ from autotune.script.profile import (
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since, stored_findings
-from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
+from autotune.search.certificate import Verdict, compare, with_noise
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, log_tail
@@ -275,7 +275,10 @@ def _checked(
         for line in _lines_of_flags(profile, _integers(script, facts)):
             print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
-    reference = measured.trace if measured is not None and not varies else None
+    trace = None
+    if measured is not None:
+        trace = _with_noise(runs, dataclasses.replace(script, profile=repeated), measured.trace)
+    reference = None if varies else trace
     least = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
     check = check_batch(runs, _mapped(script, profile), reference, least)
     note = check.note
@@ -289,9 +292,6 @@ def _checked(
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
-        trace = check.reference or _with_noise_floor(
-            runs, dataclasses.replace(script, profile=repeated), measured.trace
-        )
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
         if runs.names_same_seeds:
@@ -378,17 +378,16 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
 
 
-def _with_noise_floor(runs: ShortRuns, script: Script, trace: TrainingTrace | None) -> TrainingTrace | None:
-    """Return the probe run's trace with its noise floor.
+def _with_noise(runs: ShortRuns, script: Script, trace: TrainingTrace | None) -> TrainingTrace | None:
+    """Return the probe run's trace with the noise of its script.
 
     A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
     out for a script that draws none there.
     """
-    if trace is None or not trace.draws or not runs.left:
+    if trace is None or not trace.draws or not runs.holds(1.0):
         return trace
-    job = dataclasses.replace(runs.executor.job, script=script)
-    again, _ = runs.run(Candidate(()), "probe-noise", dataclasses.replace(_TRACED_STEPS, reseed=True), job)
-    return trace if again.trace is None else with_floor(trace, again.trace)
+    again = runs.repeat(script)
+    return trace if again is None else with_noise(trace, again)
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
@@ -549,8 +548,9 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     always += " loader_prepared relaunched client_optimizer untested_optimizer flags"
     kept = {key: facts[key] for key in always.split()}
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
-    named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
+    by_hand = ("boundary_by_hand", "unsynced", "grad_changed_by_hand")
+    own_names = (*by_hand, SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
+    named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
         kept[SHARED_SEQUENCES] = shared
@@ -608,7 +608,8 @@ _WARMUP_STEPS, _MOST_STEPS = 2, 5  # of a run; the second includes the first
 class ShortRuns:
     """Short runs of a script after its probe run, of which a study makes at most two, in their share of the budget.
 
-    The first ones find the flags that carry the batch, and the next ones check another batch, which also shows the noise.
+    The first ones find the flags that carry the batch, and the next ones check another batch. A script that draws random
+    numbers is repeated once more, to measure their noise.
     Later trials find what a check that was left out would have shown: each compares its own batch and trace.
 
     Args:
@@ -657,6 +658,19 @@ class ShortRuns:
             Stopped: the user stopped the tuner.
         """
         self._runs -= 1
+        return self._run(candidate, name, measure_spec, job)
+
+    def repeat(self, script: Script) -> TrainingTrace | None:
+        """Return the trace of a run of the script's own config with other random numbers, which the limit leaves out."""
+        spec = dataclasses.replace(_TRACED_STEPS, reseed=True)
+        outcome, _ = self._run(
+            Candidate(()), "probe-noise", spec, dataclasses.replace(self.executor.job, script=script)
+        )
+        return outcome.trace
+
+    def _run(
+        self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job | None
+    ) -> tuple[Outcome, dict[str, Any]]:
         with closing(self.executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, measure_spec, self._seconds)
         self._seconds -= outcome.seconds
@@ -899,7 +913,6 @@ class BatchCheck:
     """Findings of a batch check."""
 
     note: str = ""  # why the script's batch cannot be changed; empty if it honoured another, and trained the same on it
-    reference: TrainingTrace | None = None  # trace of the probe run with its noise floor; None if the check had none
 
 
 def check_batch(
@@ -907,13 +920,10 @@ def check_batch(
 ) -> BatchCheck:
     """Check that the script honours another batch, and trains the same on it.
 
-    A run on another cut of the batch also draws other random numbers. Its differences from the probe run are the noise, if
-    they scatter around zero, and an effect of the cut, if they do not.
-
     Args:
         runs: short runs that are left. Without one, the trials of the search check their own batch.
-        reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
-            micro-batches, differs from it.
+        reference: trace of the probe run with the noise of its script. A loss that depends on the cut of the batch, or a
+            schedule that counts micro-batches, differs from it.
         least: settings with minimal memory, for a script that does not fit with its own.
 
     Raises:
@@ -954,13 +964,9 @@ def check_batch(
 
 def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace: TrainingTrace) -> BatchCheck:
     """Return the findings of a run on another cut of the script's batch."""
-    own = own_candidate(script)
-    if not same_rows(reference, trace):  # drawn from what no seed reaches, such as the time
-        reference = dataclasses.replace(reference, draws=True)
-    reference = with_floor(reference, trace, floor_of_cut)
-    found = compare(reference, own, trace, other)
+    found = compare(reference, own_candidate(script), trace, other)
     averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
-    return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "", reference)
+    return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "")
 
 
 def others(own: Candidate) -> list[Candidate]:

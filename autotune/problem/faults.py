@@ -106,11 +106,12 @@ def own_facts(job: Job) -> dict[str, Any]:
 def accumulation_facts(job: Job, accumulation: int) -> dict[str, Any]:
     """Return the facts of a training with this accumulation, of the engine or of the script's own loop.
 
-    An engine whose boundary the loop sets accumulates as by its config.
+    An engine whose boundary the loop sets accumulates as by its config. Under `engine.no_sync`, only the last backward
+    reduces gradients, and it reduces the sum of all.
     """
-    if job.script is not None and job.script.loop_accumulates and not job.script.profile.get("boundary_by_hand"):
-        return {"accumulation": 1, "backwards_per_step": accumulation}
-    return {"accumulation": accumulation}
+    if job.script is None or not job.script.loop_accumulates or job.script.profile.get("boundary_by_hand"):
+        return {"accumulation": accumulation}
+    return {"accumulation": 1, "backwards_per_step": 1 if job.script.profile.get("unsynced") else accumulation}
 
 
 def warnings(facts: Facts, deepspeed: tuple[int, ...]) -> list[str]:
@@ -183,8 +184,8 @@ def job_facts(job: Job) -> dict[str, Any]:
     )  # transformers, integrations: deepspeed_sp_compute_loss
     if seen.get("client_optimizer") and (kind := str(seen.get("optimizer", "")).lower()):
         found |= {"optimizer": "muon" if "muon" in kind else kind, "fused_optimizer": kind.startswith("fused")}
-    found |= {name: seen[name] for name in ("zero_init", "boundary_by_hand") if name in seen}
-    if found.get("boundary_by_hand"):
+    found |= {name: seen[name] for name in ("zero_init", "boundary_by_hand", "grad_changed_by_hand") if name in seen}
+    if found.get("boundary_by_hand") or seen.get("unsynced"):
         found["backwards_per_step"] = 1
     elif seen.get("counted", "rows") and not job.script.loop_accumulates:
         found["backwards_per_step"] = seen.get("micros_per_accumulation", 1.0)

@@ -29,6 +29,9 @@ class TracedStep:
     update: float | None  # root of the mean square by which sampled weights changed
     rates: tuple[float, ...]  # learning rate of every parameter group
     skipped: bool = False  # the optimizer did not run, because fp16 gradients overflowed
+    buffers: float | None = None  # root of the mean square by which sampled buffers changed since the preceding step
+    changed_by_hand: int = 0  # micro-batches after which the script changed gradients that the optimizer reads
+    outside_steps: int = 0  # steps of optimizers that belong to no engine
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,13 @@ class TrainingTrace:
     draws: bool = False  # random numbers were drawn between the first forward and the last traced step
     missing: str = ""  # why a quantity was not seen
     holds_frozen: bool = False  # ZeRO's optimizer held parameters that were frozen in a step
+    clips_at: float = 0.0  # limit of torch's clipping that the script calls between backward and step; 0 without a call
     # projections of sampled weights before the first step, divided by the root of their sum of squares; empty if unknown
     initial: tuple[float, ...] = ()
     ahead: tuple[tuple[float, float], ...] = ()  # lowest and highest learning rate in the intervals of `AHEAD`
+    epoch_steps: float = 0.0  # optimizer steps of an epoch, by the length of the loader that feeds them; 0 if unknown
+    # optimizer steps that the script's loop makes, by condition that ends it, with its place
+    loop_ends: dict[str, float] = field(default_factory=dict)
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
     # of auxiliary engines with an optimizer, in the order in which they were made; without steps if one made none
@@ -74,11 +81,14 @@ class TrainingTrace:
             first["stage"],
             first["precision"],
             first["accumulation"],
-            any(one["draws"] for one in told),
-            next((one["missing"] for one in told if one["missing"]), ""),
-            any(one.get("holds_frozen") for one in told),
-            _initial([one.get("weights", ()) for one in told]),
-            tuple((low, high) for low, high in first.get("ahead", ())),
+            draws=any(one["draws"] for one in told),
+            missing=next((one["missing"] for one in told if one["missing"]), ""),
+            holds_frozen=any(one.get("holds_frozen") for one in told),
+            clips_at=max(one.get("clips_at", 0.0) for one in told),
+            initial=_initial([one.get("weights", ()) for one in told]),
+            ahead=tuple((low, high) for low, high in first.get("ahead", ())),
+            epoch_steps=first.get("epoch_steps", 0.0),
+            loop_ends=dict(first.get("loop_ends", {})),
             auxiliary=tuple(
                 cls.merged(each) or cls((), 0, "fp32", 1)  # keeps the places of the next engines
                 for each in zip(*(one.get("auxiliary", ()) for one in told), strict=False)
@@ -112,7 +122,6 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> TracedStep:
     first = ranks[0]
     losses = [one["loss"] for one in ranks if one["loss"] is not None]
     norms = [one["gradient_norm"] for one in ranks if one["gradient_norm"] is not None]
-    elements = sum(one["elements"] for one in ranks)
     return TracedStep(
         micro_batches=first["micro_batches"],
         forwards=first["forwards"],
@@ -120,7 +129,16 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> TracedStep:
         digest=math.fsum(one["digest"] for one in ranks),
         loss=math.fsum(losses) / len(losses) if losses else None,
         gradient_norm=max(norms, default=None),
-        update=math.sqrt(sum(one["squares"] for one in ranks) / elements) if elements else None,
+        update=_change(ranks, "squares", "elements"),
         rates=tuple(first["rates"]),
         skipped=first["skipped"],
+        buffers=_change(ranks, "buffer_squares", "buffer_elements"),
+        changed_by_hand=max(one.get("changed_by_hand", 0) for one in ranks),
+        outside_steps=max(one.get("outside_steps", 0) for one in ranks),
     )
+
+
+def _change(ranks: Sequence[Mapping[str, Any]], squares: str, elements: str) -> float | None:
+    """Return the root of the mean square change of elements that lie on several ranks; None if none was seen."""
+    count = sum(one.get(elements, 0) for one in ranks)
+    return math.sqrt(sum(one[squares] for one in ranks) / count) if count else None

@@ -48,8 +48,7 @@ class RandomState:
             self._known.setdefault(place, deque()).append(seed)
         # last generators of torch and numpy that the script has made; numpy's allow no weak reference
         self._own: deque[Any] = deque(maxlen=_MOST_WATCHED)
-        self._made = 0  # number of all of them
-        self._marked: tuple[int, list[tuple[Any, Any]], tuple[Any, ...]] | None = None
+        self._marked: tuple[list[tuple[Any, Any]], tuple[Any, ...]] | None = None
 
     def seed(self, seed: int) -> None:
         """Seed the global generators; torch alike on all ranks, as by default, the others by rank."""
@@ -193,7 +192,6 @@ class RandomState:
         self._before_engine = len(self.named)
 
     def _note(self, generator: Any) -> Any:
-        self._made += 1
         self._own.append(generator)
         return generator
 
@@ -227,15 +225,21 @@ class RandomState:
     def mark(self) -> None:
         """Remember the states of all generators at the first forward, for `has_drawn`."""
         self.leave_seeds()
-        self._marked = self._made, [(one, _state(one)) for one in self._own], _global_states()
+        self._marked = [(one, _state(one)) for one in self._own], self._states()
 
     def has_drawn(self) -> bool:
-        """Return True if random numbers were drawn since `mark`. A generator made since then counts."""
+        """Return True if random numbers were drawn since `mark`.
+
+        A generator that was made since then counts if its seed was drawn. One that the script seeds by a row's number
+        or by a counter draws what it would draw in every run.
+        """
         if self._marked is None:
             return False
-        made, own, states = self._marked
-        moved = any(_state(one) != state for one, state in own)
-        return moved or self._made != made or _global_states() != states
+        own, states = self._marked
+        return self._states() != states or any(_state(one) != state for one, state in own)
+
+    def _states(self) -> tuple[Any, ...]:
+        return (*_global_states(), self._entropy.getstate())
 
 
 def _caller(steps: int) -> str:

@@ -412,7 +412,8 @@ class ScriptRank(BaseRank, TrainingObserver):
         fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # set by a read
         by_hand = getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None  # set by the script
         found = own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
-        return {**found, "boundary_by_hand": by_hand}
+        found |= {"boundary_by_hand": by_hand, "unsynced": self.context.unsynced}
+        return {**found, "grad_changed_by_hand": self.context.trace.changes_gradients}
 
     def _serve_certificates(self) -> None:
         message: Message | None

@@ -7,18 +7,21 @@ import copy
 import gc
 import itertools
 import math
+import statistics
 import sys
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from autotune.problem.training_trace import AHEAD, LEAST_STEPS, MOST_STEPS
+from autotune.rank.loop_end import LoopEnds
 from autotune.rank.random_state import RandomState
 
-_SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
-_ELEMENTS = 512  # of each sampled parameter, evenly spaced over it
+_SAMPLED = 16  # parameters, evenly spaced over the model's trained ones, and as many buffers
+_ELEMENTS = 512  # of each sampled tensor, evenly spaced over it
 _PROJECTIONS = 8  # of the initial weights
 _OF_A_ROW = 32  # first elements of a row that its digest reads
 _ENDED = 0.01  # share of its highest rate at which a schedule has come down to zero
@@ -60,6 +63,11 @@ class TraceRecorder:
         self._sample: list[tuple[Any, Any]] | None = None  # (parameter, positions)
         self._before: list[tuple[Any, Any] | None] | None = None
         self._initial: list[float] = []  # projections of the sampled weights before the first step, see `_projected`
+        self._loop_ends = LoopEnds()
+        self._fetched: Counter[int] = Counter()  # batches of all loaders, by length of the loader
+        self._by_hand = False  # the script itself says which micro-batch ends an optimizer step
+        self._gradients: list[tuple[int, int]] | None = None  # versions since the last backward; None after a step
+        self._buffers: dict[str, Any] = {}  # copies of sampled elements after the last step, by name
         self._own_norm: Any = None
         self._schedule: Any = None
         self._schedule_began = 0.0  # its count before the first step
@@ -68,7 +76,9 @@ class TraceRecorder:
         self._marked = False  # the generators' states at the first forward are known
         self._draws = False
         self._autocast = False  # the script's first forward ran under torch's autocast
-        self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1, "holds_frozen": False}
+        self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
+        self._holds_frozen = False
+        self._clips_at = 0.0  # limit of the script's own clipping
         self._missing = ""
 
     @property
@@ -144,6 +154,57 @@ class TraceRecorder:
             if getattr(loss, "numel", lambda: 0)() == 1:
                 self._step["losses"].append(loss.detach().float().reshape(()) * weight)
 
+    # -- what the script does between backward and step --------------------------------------------------------------
+
+    def gradients_made(self, engine: Any) -> None:
+        """Note the versions of the gradients after a backward. Each write in place, from any library, raises one."""
+        if self.records:
+            self._gradients = _versions(engine.module)
+
+    def gradients_used(self, engine: Any) -> None:
+        """Count a micro-batch after whose backward the script has changed its gradients."""
+        if self.records and self._gradients is not None:
+            self._step["changed_by_hand"] += self._gradients != _versions(engine.module)
+            self._gradients = None
+
+    def clipped(self, engine: Any, parameters: Sequence[Any], limit: float) -> None:
+        """Note a call of torch's clipping; without a finite limit it only returns the norm."""
+        trained = {id(one) for one in engine.module.parameters()}
+        if not self.records or self._gradients is None or not any(id(one) in trained for one in parameters):
+            return
+        if math.isfinite(limit):
+            self._clips_at = limit
+        else:
+            self._gradients = _versions(engine.module)
+
+    @property
+    def changes_gradients(self) -> bool:
+        """True if the script changes gradients between backward and step."""
+        return bool(self._clips_at) or any(step["changed_by_hand"] for step in self._steps)
+
+    def fetched(self, loader: Any) -> None:
+        """Count a batch of a loader's iterator."""
+        with suppress(TypeError):  # a stream without a length
+            self._fetched[len(loader)] += 1
+
+    def _epoch_steps(self) -> float:
+        """Return the optimizer steps of an epoch of the loader with the most batches; 0 if unknown.
+
+        A script that ends an epoch with a step of fewer micro-batches, like accelerate, has a whole number of steps.
+        """
+        each = [now["fetched"] - before["fetched"] for before, now in itertools.pairwise(self._steps)]
+        whole: Counter[int] = sum(each, Counter())
+        if len(each) < LEAST_STEPS - 1 or not whole:
+            return 0.0
+        length = max(whole, key=lambda one: whole[one])
+        batches = statistics.mode(one[length] for one in each) or whole[length] / len(each)
+        steps = length / batches
+        return float(math.ceil(steps)) if self._by_hand else steps
+
+    def optimizer_stepped(self) -> None:
+        """Count a step of an optimizer that belongs to no engine."""
+        self._step["outside_steps"] += 1
+
     @contextmanager
     def step(self, engine: Any) -> Iterator[None]:
         """Record an optimizer step, which the block runs."""
@@ -162,11 +223,10 @@ class TraceRecorder:
                     "stage": int(engine.zero_optimization_stage()),
                     "precision": self._precision(engine),
                     "accumulation": int(engine.gradient_accumulation_steps()),
-                    "holds_frozen": False,
                 }
                 self._schedule = _schedule_of(engine) if self._looks_ahead else None
                 self._schedule_began = _count_of(self._schedule)
-            self._about["holds_frozen"] |= _holds_frozen(engine.module)
+            self._holds_frozen |= any(not one.requires_grad and _is_held(one) for one in engine.module.parameters())
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             if self._schedule is not None and len(self._steps) == MOST_STEPS - 1:
                 each = (_count_of(self._schedule) - self._schedule_began) / len(self._steps)
@@ -206,6 +266,15 @@ class TraceRecorder:
                 step["squares"] = [(b - a).square().sum() for a, b in pairs]
                 step["elements"] = sum(int(a.numel()) for a, _ in pairs)
             self._before = None
+            buffers = _sampled_buffers(engine.module)
+            pairs = [(b, buffers[name]) for name, b in self._buffers.items() if name in buffers]
+            pairs = [(b, now) for b, now in pairs if b.shape == now.shape]
+            step["buffer_squares"] = [(now - b).square().sum() for b, now in pairs]
+            step["buffer_elements"] = sum(b.numel() for b, _ in pairs)
+            self._buffers = buffers
+            step["fetched"] = self._fetched.copy()
+            self._by_hand = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
+            self._loop_ends.note(sys._getframe(1))
             self._steps.append(step)
             if not self.records:
                 self._draws = self._random.has_drawn()
@@ -224,6 +293,10 @@ class TraceRecorder:
         return {
             **self._about,
             "draws": self._draws,
+            "holds_frozen": self._holds_frozen,
+            "clips_at": self._clips_at,
+            "epoch_steps": self._epoch_steps(),
+            "loop_ends": self._loop_ends.optimizer_steps,
             "weights": self._initial,
             "missing": self._missing,
             "steps": [_plain(s) for s in self._steps],
@@ -256,12 +329,16 @@ class TraceRecorder:
             self._seconds += time.perf_counter() - began
 
 
+_COUNTS = (*("micro_batches", "forwards", "rows", "elements", "buffer_elements"), *("changed_by_hand", "outside_steps"))
+
+
 def _new_step() -> dict[str, Any]:
     return {
-        **dict.fromkeys(("micro_batches", "forwards", "rows", "elements"), 0),
+        **dict.fromkeys(_COUNTS, 0),
         "digests": [],
         "losses": [],
         "squares": [],
+        "buffer_squares": [],
         "rates": [],
         "norm": None,
         "skipped": False,
@@ -270,13 +347,14 @@ def _new_step() -> dict[str, Any]:
 
 def _plain(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step with its tensors read, which waits for the device."""
-    kept = {key: step[key] for key in ("micro_batches", "forwards", "rows", "elements", "rates", "skipped")}
+    kept = {key: step[key] for key in (*_COUNTS, "rates", "skipped")}
     return {
         **kept,
         "digest": _finite(math.fsum(float(one) for one in step["digests"])),
         "loss": _finite(sum(float(one) for one in step["losses"])) if step["losses"] else None,
         "gradient_norm": None if step["norm"] is None else _finite(float(step["norm"])),
         "squares": _finite(sum(float(one) for one in step["squares"])),
+        "buffer_squares": _finite(sum(float(one) for one in step["buffer_squares"])),
     }
 
 
@@ -408,10 +486,28 @@ def _sampled(module: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def _holds_frozen(module: Any) -> bool:
-    """Return True if ZeRO's optimizer holds a parameter that is frozen now. ZeRO marks its parameters when it is made."""
-    marks = ("_hp_mapping", "_z3_optimizer")
-    return any(not one.requires_grad and any(hasattr(one, mark) for mark in marks) for one in module.parameters())
+def _sampled_buffers(module: Any) -> dict[str, Any]:
+    """Return copies of sampled elements of sampled floating-point buffers, such as BatchNorm's running statistics."""
+    floating = [(name, one) for name, one in module.named_buffers() if one.is_floating_point() and one.numel()]
+    every = max(1, math.ceil(len(floating) / _SAMPLED))
+    return {
+        name: one.detach().reshape(-1)[:: max(1, one.numel() // _ELEMENTS)].float().clone()
+        for name, one in floating[::every]
+    }
+
+
+def _versions(module: Any) -> list[tuple[int, int]]:
+    """Return identity and version of each gradient, which is not kept alive. ZeRO's stages 2 and 3 leave none."""
+    gradients = (one.grad for one in module.parameters() if one.requires_grad)
+    return [(id(one), one._version) for one in gradients if one is not None]
+
+
+def _is_held(parameter: Any) -> bool:
+    """Return True if ZeRO's optimizer steps a parameter. Stage 3 refers to the optimizer from frozen parameters too."""
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    if optimizer is not None:
+        return optimizer.get_param_id(parameter) in optimizer.grad_position
+    return hasattr(parameter, "_hp_mapping")
 
 
 def _masters(engine: Any) -> dict[int, Any]:

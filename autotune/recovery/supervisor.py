@@ -27,7 +27,7 @@ from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
-from autotune.search.certificate import iterations_line, structure_differs
+from autotune.search.certificate import length_lines, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.linux import NOTICES, handled_signals
@@ -331,8 +331,9 @@ class Supervisor:
         elif why := structure_differs(self._reference, trace):
             self._otherwise = why
             self.print_line(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
-        elif line := iterations_line(self.job, self._reference, trace):
-            self.print_line(line)
+        else:
+            for line in length_lines(self._reference, trace):
+                self.print_line(line)
 
     def _leave(self, group: WorkerGroup, heard: AttemptMessages) -> AttemptEnd:
         """Pass a signal on and give the ranks time to end in their own way."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.training_trace import AHEAD, LEAST_STEPS, TracedStep, TrainingTrace
-from autotune.script.profile import loops_by_hand, own_candidate
+from autotune.script.profile import own_candidate
 from autotune.search.trials import RESUME, Record
 from autotune.util.units import counted
 
@@ -33,9 +35,6 @@ LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 # stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
 _LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor
-# Floor by the scatter of a few steps, as a multiple of it, by their number: of 200,000 simulated means of Gaussian noise one
-# in 10,000 is beyond the tolerated multiple. Four times the scatter of three steps are passed by 4 %.
-_FEW_STEPS = {3: 15.0, 4: 3.75, 5: 2.0}
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
@@ -43,8 +42,8 @@ _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 
 _UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothing
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _RATE_ROUNDING = 2e-7  # relative; of rates in 32 bits
-_LATER_TOLERANCE = 0.1  # of the highest learning rate, in later steps
-_ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
+_LATER_TOLERANCE = 0.1  # of the highest learning rate in later steps, and of an epoch's optimizer steps
+_COARSE_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller, and buffers may have 16 bits
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
 _SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
@@ -59,6 +58,8 @@ _COUNTER_TOLERANCE = 0.1
 _PROPORTIONAL = 0.05  # relative difference up to which the loss is said to grow with the micro-batch
 
 LOSS, NORM, UPDATE, RATES, ROWS = "loss", "gradient norm", "update", "learning rate", "rows"
+BUFFERS, OUTSIDE, BY_HAND = "buffers", "other optimizers", "gradients by hand"
+_NUMBERS = (LOSS, NORM, UPDATE, BUFFERS)
 
 
 class Verdict(StrEnum):
@@ -90,61 +91,56 @@ class Certificate:
 
 def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     """Return by how much two runs of one config differ: the root mean square over the steps, by quantity."""
-    return {
-        name: _root_mean_square(each) for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))
-    }
+    each = {name: _differences(first, second, name) for name in _NUMBERS}
+    return {name: _root_mean_square(found) for name, found in each.items() if found}
 
 
-def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
-    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps, by quantity.
+def with_floor(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
+    """Return the reference and its auxiliary engines with their noise floors; a known floor is never lowered.
 
-    An effect of the cut shifts the mean, or builds up from step to step, and leaves the scatter. A script that draws no
-    random numbers has no noise: its scatter is an effect too, such as that of a mean over the tokens of a micro-batch. Few
-    steps show their scatter roughly, so the floor is a multiple of it.
+    Args:
+        reference: trace of the user's own config.
+        other: trace of another run of the same config.
     """
-    floor = floor_of(first, second)
-    for name in floor:
-        each = _differences(first, second, name)
-        if not first.draws:
-            floor[name] = 0.0
-        elif len(each) >= LEAST_STEPS:
-            scatter = min(statistics.stdev(each), _deviation_from_line(each))
-            floor[name] = scatter * _FEW_STEPS.get(len(each), 1.0)
-    return floor
-
-
-def with_floor(
-    reference: TrainingTrace,
-    other: TrainingTrace,
-    floor: Callable[[TrainingTrace, TrainingTrace], dict[str, float]] = floor_of,
-) -> TrainingTrace:
-    """Return the reference and its auxiliary engines with their noise floors; a known floor is never lowered."""
-    found = floor(reference, other)
+    found = floor_of(reference, other)
     highest = {
         name: max(each.get(name, 0.0) for each in (reference.floor, found)) for name in {*reference.floor, *found}
     }
     pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
-    known = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
+    known = tuple(with_floor(one, again) for one, again in pairs)
     return dataclasses.replace(reference, floor=highest, auxiliary=(*known, *reference.auxiliary[len(known) :]))
+
+
+def with_noise(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
+    """Return the reference with the noise of its script, which a run of the same config with other random numbers shows.
+
+    A script whose runs do not differ draws nothing that matters. Its comparisons are exact.
+    """
+    known = with_floor(reference, other)
+    auxiliary = tuple(dataclasses.replace(one, draws=_is_noisy(one)) for one in known.auxiliary)
+    return dataclasses.replace(known, draws=_is_noisy(known), auxiliary=auxiliary)
+
+
+def _is_noisy(reference: TrainingTrace) -> bool:
+    """Return True if the noise floor of a reference is above the smallest tolerance."""
+    return any(floor > _least(name, reference) for name, floor in reference.floor.items())
 
 
 def _root_mean_square(each: Sequence[float]) -> float:
     return math.hypot(*each) / math.sqrt(len(each))
 
 
-def _deviation_from_line(each: Sequence[float]) -> float:
-    """Return the standard deviation of steps from a line through zero, on which an effect lies that builds up.
+def _builds_up(each: Sequence[float]) -> bool:
+    """Return True if differences lie much closer to a line through zero than to their mean.
 
-    Examples are an average of weights that teaches, and a part of the loss that grows by iterations.
+    An effect that builds up lies there: an average of weights that teaches, a part of the loss that counts iterations.
     """
+    if len(each) < LEAST_STEPS:
+        return False
     line = range(1, len(each) + 1)
     slope = sum(at * one for at, one in zip(line, each, strict=True)) / sum(at * at for at in line)
-    return math.dist(each, [slope * at for at in line]) / math.sqrt(len(each) - 1)
-
-
-def _builds_up(each: Sequence[float]) -> bool:
-    """Return True if differences lie much closer to a line through zero than to their mean."""
-    return len(each) >= LEAST_STEPS and _deviation_from_line(each) < statistics.stdev(each) / 2
+    deviation = math.dist(each, [slope * at for at in line]) / math.sqrt(len(each) - 1)
+    return deviation < statistics.stdev(each) / 2
 
 
 def compare(
@@ -157,15 +153,14 @@ def compare(
         own: the config of the reference.
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
-    found = _compare_engine(reference, own, trace, candidate, is_users=is_users)
+    found = _verdict(Pair(reference, own, trace, candidate, is_users))
     unknown = ""
     untraced = TrainingTrace((), 0, "fp32", 1)
     pairs = itertools.zip_longest(reference.auxiliary, trace.auxiliary, fillvalue=untraced)
     for number, (theirs, mine) in enumerate(pairs, 2):
         if found.verdict is Verdict.DIFFERS:
             return found
-        theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
-        one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
+        one = _verdict(Pair(theirs, own, mine, candidate, is_users))
         if one.verdict is Verdict.DIFFERS:
             return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
         if one.verdict is Verdict.NOT_COMPARED:
@@ -173,105 +168,364 @@ def compare(
     return dataclasses.replace(found, text=found.text + unknown)
 
 
-def _compare_engine(
-    reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate, *, is_users: bool
-) -> Certificate:
-    yours, your = "yours" if is_users else "the reference's", _your(is_users)
-    pairs = _paired(reference, trace)
-    if sum(not a.skipped for a, _ in pairs) < LEAST_STEPS:
-        return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
-    unknown = not reference.initial or not trace.initial
-    if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
-        return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
-    if own.rows_per_rank != candidate.rows_per_rank:
-        other = "your config" if is_users else "the config it would be compared with"
-        why = f"each step trains on {candidate.rows_per_rank} samples a rank, and on {own.rows_per_rank} with {other}"
-        return Certificate(Verdict.NOT_COMPARED, why)
-    if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
-        why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
-        return _different(why, ROWS, rows, reference, own, trace, candidate, is_users)
-    frozen = reference.holds_frozen or trace.holds_frozen
-    if frozen and (reference.stage == 0) is not (trace.stage == 0):
-        why = (
-            f"weights were frozen after deepspeed.initialize: stage {max(reference.stage, trace.stage)} steps them with "
-            "gradients of zero, so that weight decay and Adam's counter go on, and stage 0 leaves them out"
-        )
-        return Certificate(Verdict.DIFFERS, why, UPDATE, cause=_STAGE)
-    why, later = "", False
-    if (wrong := _wrong_rate(pairs)) is not None:
+def _verdict(pair: Pair) -> Certificate:
+    """Return the verdict of the first check that fails, or the figures of an equal training."""
+    failures = (check(pair) for check in _CHECKS)
+    return next((found for found in failures if found is not None), None) or _same(pair)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Traces of one engine under two configs."""
+
+    reference: TrainingTrace
+    own: Candidate
+    trace: TrainingTrace
+    candidate: Candidate
+    is_users: bool
+
+    @property
+    def your(self) -> str:
+        """Possessive of the reference."""
+        return "your" if self.is_users else "the reference's"
+
+    @property
+    def yours(self) -> str:
+        """Possessive of the reference, without a noun."""
+        return "yours" if self.is_users else "the reference's"
+
+    @property
+    def traces(self) -> tuple[TrainingTrace, TrainingTrace]:
+        """Both traces, the reference's first."""
+        return self.reference, self.trace
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the batch is cut into other micro-batches."""
+        return self.own.micro_batch != self.candidate.micro_batch
+
+    @functools.cached_property
+    def steps(self) -> list[tuple[TracedStep, TracedStep]]:
+        """Steps that both runs made."""
+        return _paired(*self.traces)
+
+    @functools.cached_property
+    def differences(self) -> dict[str, list[float]]:
+        """Logarithms of the ratios of each step, by quantity that was seen."""
+        each = {name: _differences(*self.traces, name) for name in (LOSS, NORM, UPDATE)}
+        return {name: found for name, found in each.items() if found}
+
+    @property
+    def noise_is_unknown(self) -> bool:
+        """True if the script draws random numbers, and no second run has shown what they change."""
+        return self.reference.draws and not _is_noisy(self.reference)
+
+    def mean(self, name: str) -> float:
+        """Return the mean difference of a quantity, see `_mean`."""
+        return _mean(name, self.differences, *self.traces)
+
+    def tolerance(self, name: str) -> float:
+        """Return the tolerated mean difference of a quantity, see `_tolerance`."""
+        return _tolerance(name, *self.traces)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+#
+# Each check compares one thing, and returns None if it is equal or does not apply. The first failure is the verdict.
+
+_TEXTS = {
+    "steps": "fewer than {least} optimizer steps were traced",
+    "weights": "initial weights were not seen (an earlier version, or NVMe)",
+    "samples": "each step trains on {mine} samples a rank, and on {theirs} with {other}",
+    ROWS: "it trains on {factor:.3g}x {your} rows in an optimizer step",
+    "epoch": (
+        "its loader gives {mine:.4g} optimizer steps an epoch instead of {theirs:.4g}, because the last batch of an epoch "
+        "is smaller than the others, or dropped"
+    ),
+    "last batch": "optimizer step {step} trains on {mine} rows instead of {theirs}: the last batch of the data differs",
+    "frozen": (
+        "weights were frozen after deepspeed.initialize: stage {stage} steps them with gradients of zero, so that weight "
+        "decay and Adam's counter go on, and stage 0 leaves them out"
+    ),
+    OUTSIDE: (
+        "optimizers outside of the engine make {mine} steps in each optimizer step of the engine, and {theirs} "
+        "with {yours}"
+    ),
+    "stage by hand": (
+        "the script changes the gradients between backward and step{how}, which stage {stage} does not read: it steps with "
+        "its own copy; {remedy} in the DeepSpeed config works at every stage"
+    ),
+    BY_HAND: (
+        "the script changes the gradients{how} after {mine} of the backwards of an optimizer step, and after {theirs} with "
+        "{yours}"
+    ),
+    BUFFERS: (
+        "buffers that its forwards change, like BatchNorm's running statistics, move {factor:.3g}x as far as {yours} in an "
+        "optimizer step"
+    ),
+}
+
+
+def _failure(pair: Pair, name: str, cause: str = "", because: str = "", **figures: Any) -> Certificate:
+    """Return the verdict of a failed check, in the words of its name."""
+    text = _TEXTS[name].format(your=pair.your, yours=pair.yours, **figures)
+    because = f": {because}" if because else ""
+    return Certificate(Verdict.DIFFERS, text + because, name, figures.get("factor", math.inf), cause)
+
+
+def _check_steps(pair: Pair) -> Certificate | None:
+    if sum(not a.skipped for a, _ in pair.steps) >= LEAST_STEPS:
+        return None
+    return Certificate(Verdict.NOT_COMPARED, _TEXTS["steps"].format(least=LEAST_STEPS))
+
+
+def _check_initial_weights(pair: Pair) -> Certificate | None:
+    """Check that initial weights were seen, which versions before drew otherwise at stage 3 of a named model."""
+    stages = {one.stage for one in pair.traces}
+    seen = all(one.initial for one in pair.traces)
+    if seen or pair.is_users or 3 not in stages or len(stages) == 1:
+        return None
+    return Certificate(Verdict.NOT_COMPARED, _TEXTS["weights"])
+
+
+def _check_samples(pair: Pair) -> Certificate | None:
+    mine, theirs = pair.candidate.rows_per_rank, pair.own.rows_per_rank
+    if mine == theirs:
+        return None
+    other = "your config" if pair.is_users else "the config it would be compared with"
+    return Certificate(Verdict.NOT_COMPARED, _TEXTS["samples"].format(mine=mine, theirs=theirs, other=other))
+
+
+def _check_rows(pair: Pair) -> Certificate | None:
+    factor = _rows_factor(*pair.traces, cut=pair.is_cut)
+    if factor is None:
+        return None
+    return _failure(pair, ROWS, *_stage_cause(pair), factor=factor)
+
+
+def _check_epoch(pair: Pair) -> Certificate | None:
+    theirs, mine = (one.epoch_steps for one in pair.traces)
+    if not theirs or not mine or abs(math.log(mine / theirs)) <= math.log1p(_LATER_TOLERANCE):
+        return None
+    found = _failure(pair, "epoch", MICRO_BATCH if pair.is_cut else "", mine=mine, theirs=theirs, factor=mine / theirs)
+    return dataclasses.replace(found, quantity=ROWS)
+
+
+def _check_frozen(pair: Pair) -> Certificate | None:
+    reference, trace = pair.traces
+    if not (reference.holds_frozen or trace.holds_frozen) or (reference.stage == 0) is (trace.stage == 0):
+        return None
+    found = _failure(pair, "frozen", _STAGE, stage=max(reference.stage, trace.stage))
+    return dataclasses.replace(found, quantity=UPDATE, factor=1.0)
+
+
+def _check_outside_steps(pair: Pair) -> Certificate | None:
+    theirs, mine = (statistics.mode(one.outside_steps for one in run) for run in zip(*pair.steps, strict=True))
+    if mine == theirs:
+        return None
+    cause = ACCUMULATION if pair.reference.iterations != pair.trace.iterations else ""
+    return _failure(pair, OUTSIDE, cause, mine=mine, theirs=theirs)
+
+
+def _check_changed_gradients(pair: Pair) -> Certificate | None:
+    """Check what the script does to gradients between backward and step, whether or not it has had an effect yet."""
+    theirs, mine = (max(one.changed_by_hand for one in run) for run in zip(*pair.steps, strict=True))
+    stages = [one.stage for one in pair.traces]
+    limit = max(one.clips_at for one in pair.traces)
+    how = f" (clipping at {limit:g})" if limit else ""
+    if (stages[0] == 0) is not (stages[1] == 0):
+        if not (theirs if stages[0] == 0 else mine):
+            return None
+        remedy = f'"gradient_clipping": {limit:g}' if limit else "gradient_clipping"
+        return _failure(pair, "stage by hand", _STAGE, stage=max(stages), how=how, remedy=remedy)
+    if stages[0] or mine == theirs:
+        return None
+    return _failure(pair, BY_HAND, ACCUMULATION if pair.is_cut else "", mine=mine, theirs=theirs, how=how)
+
+
+def _check_rates(pair: Pair) -> Certificate | None:
+    yours = pair.yours
+    if (wrong := _wrong_rate(pair.steps)) is not None:
         step, theirs, mine = wrong
         times = f"{mine / theirs:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
-        why = f"learning rate is {times} in optimizer step {step + 1}"
-    elif (moved := _wrong_movement(pairs)) is not None:
+        return _wrong_schedule(pair, f"learning rate is {times} in optimizer step {step + 1}", theirs, mine)
+    if (moved := _wrong_movement(pair.steps)) is not None:
         theirs, mine = moved
-        why = f"learning rate has moved by {100 * mine:.2g}% instead of {100 * theirs:.2g}% after {len(pairs)} optimizer steps"
-    elif (wrong := _wrong_later(reference, trace)) is not None:
-        later, (step, theirs, mine) = True, wrong
-        why = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
-    if why:
-        factor = mine / theirs if theirs else math.inf
-        return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=later)
-    if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
-        reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
-    found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
+        moves = f"by {100 * mine:.2g}% instead of {100 * theirs:.2g}% after {len(pair.steps)} optimizer steps"
+        return _wrong_schedule(pair, f"learning rate has moved {moves}", theirs, mine)
+    if (later := _wrong_later(*pair.traces)) is not None:
+        step, theirs, mine = later
+        text = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
+        return _wrong_schedule(pair, text, theirs, mine, later=True)
+    return None
+
+
+def _wrong_schedule(pair: Pair, text: str, theirs: float, mine: float, *, later: bool = False) -> Certificate:
+    own, now = pair.reference.iterations, pair.trace.iterations
+    cause, because = _stage_cause(pair)
+    if own != now:
+        subject = "length of the schedule counts" if later else "schedule advances with"
+        cause = ACCUMULATION
+        because = f"the {subject} iterations of your loop, and {now} instead of {own} of them make an optimizer step"
+    elif not cause and pair.is_cut:
+        cause, because = MICRO_BATCH, _other_micro_batch(pair)
+    text = f"{text}: {because}" if because else text
+    return Certificate(Verdict.DIFFERS, text, RATES, mine / theirs if theirs else math.inf, cause)
+
+
+def _check_buffers(pair: Pair) -> Certificate | None:
+    """Check buffers that forwards change: four forwards of two rows move them further than one of eight."""
+    each = _differences(*pair.traces, BUFFERS)
+    if not pair.is_users or not each:
+        return None
+    mean = statistics.fmean(each)
+    if abs(mean) <= pair.tolerance(BUFFERS):
+        return None
+    cause = (MICRO_BATCH, _other_micro_batch(pair)) if pair.is_cut else _stage_cause(pair)
+    return _failure(pair, BUFFERS, *cause, factor=math.exp(mean))
+
+
+def _check_numbers(pair: Pair) -> Certificate | None:
+    """Check loss, gradient norm and update."""
+    reference, trace = pair.traces
+    found = pair.differences
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
         return Certificate(Verdict.NOT_COMPARED, why)
-    tolerance = {name: _tolerance(name, reference, trace) for name in found}
-    beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
-    # Without noise, an effect of the cut may scatter around zero. Named models average over a micro-batch's tokens.
-    exact = is_users and own.micro_batch != candidate.micro_batch and not reference.draws
-    exact = exact and same_rows(reference, trace) and same_weights(reference, trace)
-    scatter = {name: _root_mean_square(found[name]) for name in found if exact and name != UPDATE}
+    tolerance = {name: pair.tolerance(name) for name in found}
+    if pair.noise_is_unknown and not pair.is_users:
+        tolerance = dict.fromkeys(found, _MOST)
+    beyond = {name for name in found if abs(pair.mean(name)) > tolerance[name]}
+    scatter = _scatter_of_cut(pair)
     beyond |= {name for name in scatter if scatter[name] > tolerance[name]}
     # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
     # loss that grows shows in it first.
-    cleared = {NORM, UPDATE} <= found.keys() and abs(_mean(NORM, found, reference, trace)) <= _CLEARS
+    cleared = {NORM, UPDATE} <= found.keys() and abs(pair.mean(NORM)) <= _CLEARS
     if beyond == {LOSS} and cleared and not _builds_up(found[LOSS]):
         beyond = set()
-    if beyond:
-        # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
-        name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
-        factor = math.exp(statistics.fmean(found[name]))
-        noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
-        if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
-            apart = math.expm1(_root_mean_square(found[name]))
-            much = f"runs differ by {apart:.0%} in one step, because their rows differ"
-            return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
-        why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
-        if abs(math.log(factor)) <= tolerance[name]:
-            why = f"{name} is {math.expm1(scatter[name]):.1%} off {yours} in a step, up or down"
-        loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
-        if loss is not None and name != LOSS and abs(loss - 1) >= 0.005:
-            why += f", loss {loss:.3g}x"
-        elif loss is not None and _builds_up(found[LOSS]):
-            why += ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
-        # Weights are equal in the first step only.
-        same = NORM in found and abs(found[NORM][0]) <= _least(reference, trace)
-        return _different(
-            why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
-        )
-    # A loss has no effect but through its gradient.
-    open_to = {name: _unseen(name, found, reference, trace) for name in found if name != LOSS or NORM not in found}
-    name = max(open_to, key=lambda one: open_to[one])
-    if open_to[name] >= _UNSEEN:
-        factor, hidden = math.exp(statistics.fmean(found[name])), math.exp(open_to[name])
-        why = f"{name} is {factor:.3g}x of {yours} on average, and a factor of {hidden:.2g} would stay unseen"
-        return Certificate(Verdict.NOT_COMPARED, f"{why}: {_noise(reference, trace)}", name, factor)
-    reserve = f"; compared only to within {math.expm1(open_to[name]):.0%}: {_noise(reference, trace)}"
-    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve * (open_to[name] > _CLOSE))
+    if not beyond:
+        return None
+    # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
+    name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
+    factor = math.exp(statistics.fmean(found[name]))
+    times = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {pair.yours}"
+    noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
+    if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
+        apart = math.expm1(_root_mean_square(found[name]))
+        much = f"runs differ by {apart:.0%} in one step, because their rows differ"
+        return Certificate(Verdict.NOT_COMPARED, f"{times}, and {much}")
+    if abs(math.log(factor)) <= tolerance[name]:
+        times = f"{name} is {math.expm1(scatter[name]):.1%} off {pair.yours} in a step, up or down"
+    if pair.noise_is_unknown and abs(math.log(factor)) <= _MOST:
+        return Certificate(Verdict.NOT_COMPARED, f"{times}, and the noise of its random numbers was not measured")
+    return _other_numbers(pair, times, name, factor, None if LOSS not in beyond else found[LOSS])
 
 
-def _unseen(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean.
+def _scatter_of_cut(pair: Pair) -> dict[str, float]:
+    """Return the scatter of an effect of the cut, which may lie around zero; empty if noise scatters too.
 
-    A single step shows no scatter, so the noise floor stands for it.
+    Named models average over a micro-batch's tokens.
     """
-    each = found[name]
-    moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
-    scatter = statistics.stdev(each) if len(each) > 1 else reference.floor.get(name, 0.0)
-    error = 0.0 if moves else scatter / math.sqrt(len(each))
-    return abs(_mean(name, found, reference, trace)) + _ERRORS * error
+    is_exact = pair.noise_is_unknown or not pair.reference.draws
+    if not pair.is_users or not pair.is_cut or not is_exact:
+        return {}
+    if not same_rows(*pair.traces) or not same_weights(*pair.traces):
+        return {}
+    return {name: _root_mean_square(each) for name, each in pair.differences.items() if name != UPDATE}
+
+
+def _other_numbers(pair: Pair, text: str, name: str, factor: float, losses: list[float] | None) -> Certificate:
+    """Return the verdict on another loss, gradient norm or update, with its cause."""
+    loss = math.exp(statistics.fmean(losses)) if losses is not None else 1.0
+    if losses is not None and name != LOSS and abs(loss - 1) >= 0.005:
+        text += f", loss {loss:.3g}x"
+    elif losses is not None and _builds_up(losses):
+        text += ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
+    if losses is not None and pair.is_cut:
+        because = f"the loss depends on how the batch is cut ({_other_micro_batch(pair)})"
+        because += _proportion(loss, pair.own, pair.candidate, _GROWING_LOSS, _FULL_LOSS)
+        return Certificate(Verdict.DIFFERS, f"{text}: {because}", name, factor, MICRO_BATCH)
+    cause, because = _stage_cause(pair)
+    norms = pair.differences.get(NORM)  # weights are equal in the first step only
+    stages = {one.stage for one in pair.traces}
+    if cause and name == UPDATE and 0 in stages and norms and abs(norms[0]) <= _least(NORM, *pair.traces):
+        because = _FLAT_PARTS.format(max(stages))
+    elif not cause and pair.is_cut:
+        cause, because = MICRO_BATCH, _other_micro_batch(pair)
+        if name == NORM:
+            because += _proportion(factor, pair.own, pair.candidate, _DIVIDED_TWICE, "")
+    text = f"{text}: {because}" if because else text
+    return Certificate(Verdict.DIFFERS, text, name, factor, cause)
+
+
+def _check_noise(pair: Pair) -> Certificate | None:
+    """Check that noise leaves no factor open that would matter."""
+    name, hidden = _left_open(pair)
+    if hidden < _UNSEEN:
+        return None
+    factor = math.exp(statistics.fmean(pair.differences[name]))
+    why = (
+        f"{name} is {factor:.3g}x of {pair.yours} on average, and a factor of {math.exp(hidden):.2g} would stay unseen"
+    )
+    return Certificate(Verdict.NOT_COMPARED, f"{why}: {_noise(*pair.traces)}", name, factor)
+
+
+_CHECKS: tuple[Callable[[Pair], Certificate | None], ...] = (
+    _check_steps,
+    _check_initial_weights,
+    _check_samples,
+    _check_rows,
+    _check_epoch,
+    _check_frozen,
+    _check_outside_steps,
+    _check_changed_gradients,
+    _check_rates,
+    _check_buffers,
+    _check_numbers,
+    _check_noise,
+)
+
+
+def _same(pair: Pair) -> Certificate:
+    """Return the figures of an equal training, with what they leave open."""
+    text = _figures(*pair.traces, pair.differences)
+    _, hidden = _left_open(pair)
+    if hidden > _CLOSE:
+        text += f"; compared only to within {math.expm1(hidden):.0%}: {_noise(*pair.traces)}"
+    theirs, mine = (one.epoch_steps for one in pair.traces)
+    if theirs and mine:
+        if abs(math.log(mine / theirs)) > _RATE_TOLERANCE:
+            text += "; " + _TEXTS["epoch"].format(mine=mine, theirs=theirs)
+    elif (short := _short_step(pair)) is not None:
+        rows = [step.rows for step in pair.steps[short]]
+        text += "; " + _TEXTS["last batch"].format(step=short + 1, theirs=rows[0], mine=rows[1])
+    return Certificate(Verdict.SAME, text)
+
+
+def _left_open(pair: Pair) -> tuple[str, float]:
+    """Return the quantity of which a comparison leaves the largest factor open, and the logarithm of the factor.
+
+    A loss has no effect but through its gradient. A single step shows no scatter, so the noise floor stands for it.
+    """
+    reference, trace = pair.traces
+    found = dict[str, float]()
+    for name, each in pair.differences.items():
+        if name == LOSS and NORM in pair.differences:
+            continue
+        moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
+        scatter = statistics.stdev(each) if len(each) > 1 else reference.floor.get(name, 0.0)
+        error = 0.0 if moves else scatter / math.sqrt(len(each))
+        found[name] = abs(pair.mean(name)) + _ERRORS * error
+    return max(found.items(), key=lambda item: item[1])
+
+
+def _short_step(pair: Pair) -> int | None:
+    """Return the index of the first step that is the short one of only one run; None if both have equal steps."""
+    rows = [[step.rows for step in run] for run in zip(*pair.steps, strict=True)]
+    if any(len(set(each)) > 2 for each in rows):  # batches by tokens
+        return None
+    short = [[one < statistics.median(each) for one in each] for each in rows]
+    return next((at for at, (a, b) in enumerate(zip(*short, strict=True)) if a is not b), None)
 
 
 def _noise(reference: TrainingTrace, trace: TrainingTrace) -> str:
@@ -292,7 +546,7 @@ def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -
     mine, theirs = (statistics.median(step.rows for step in one.steps) for one in (trace, reference))
     if not mine or not theirs or (cut and mine * reference.iterations == theirs * trace.iterations):
         return None
-    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_ROWS_TOLERANCE) else None
+    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_COARSE_TOLERANCE) else None
 
 
 def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float, float] | None:
@@ -361,11 +615,15 @@ def _signed(a: float, b: float, scale: float) -> float:
 
 
 def _value(step: TracedStep, name: str) -> float | None:
-    return {LOSS: step.loss, NORM: step.gradient_norm, UPDATE: step.update}[name]
+    return {LOSS: step.loss, NORM: step.gradient_norm, UPDATE: step.update, BUFFERS: step.buffers}[name]
 
 
-def _least(*traces: TrainingTrace) -> float:
-    return max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in traces)
+def _least(name: str, *traces: TrainingTrace) -> float:
+    """Return the smallest tolerance of a quantity."""
+    if name == BUFFERS:
+        return math.log1p(_COARSE_TOLERANCE)
+    least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in traces)
+    return max(least, _LEAST_OF_UPDATES) if name == UPDATE else least
 
 
 def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
@@ -374,7 +632,6 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
     other weights (`zero.Init` draws them on the device), all noise is.
     """
-    least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
     floor = _FLOORS * reference.floor.get(name, 0.0)
     if not same_weights(reference, trace):
         floor = _MOST
@@ -382,7 +639,7 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
         values = [abs(value) for step in reference.counted if (value := _value(step, name))]
         logs = [math.log(value) for value in values if value > _TINY]
         floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
-    return max(least, min(floor, _MOST))
+    return max(_least(name, reference, trace), min(floor, _MOST))
 
 
 def _paired(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
@@ -486,44 +743,8 @@ _DIVIDED_TWICE = (
 )
 
 
-def _different(
-    why: str,
-    quantity: str,
-    factor: float,
-    reference: TrainingTrace,
-    own: Candidate,
-    trace: TrainingTrace,
-    candidate: Candidate,
-    is_users: bool,
-    *,
-    loss_factor: float | None = None,
-    same_gradient: bool = False,
-    later: bool = False,
-) -> Certificate:
-    cut = candidate.micro_batch != own.micro_batch
-    cause, because = "", ""
-    if quantity == RATES and reference.iterations != trace.iterations:
-        cause = ACCUMULATION
-        because = (
-            f"the {'length of the ' * later}schedule {'counts' if later else 'advances with'} iterations of your loop, and "
-            f"{trace.iterations} instead of "
-            f"{reference.iterations} of them make an optimizer step"
-        )
-    elif loss_factor is not None and cut:
-        cause = MICRO_BATCH
-        because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
-        because += _proportion(loss_factor, own, candidate, _GROWING_LOSS, _FULL_LOSS)
-    elif trace.stage != reference.stage:
-        cause = _STAGE
-        because = _stage_reason(reference, trace, is_users, offloaded=bool(candidate.offloaded or own.offloaded))
-        if same_gradient and quantity == UPDATE and 0 in (reference.stage, trace.stage):
-            because = _FLAT_PARTS.format(max(reference.stage, trace.stage))
-    elif cut and quantity != ROWS:
-        cause = MICRO_BATCH
-        because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"
-        because += _proportion(factor, own, candidate, _DIVIDED_TWICE, "") if quantity == NORM else ""
-    text = f"{why}: {because}" if because else why
-    return Certificate(Verdict.DIFFERS, text, quantity, factor, cause)
+def _other_micro_batch(pair: Pair) -> str:
+    return f"micro-batch {pair.candidate.micro_batch} instead of {pair.own.micro_batch}"
 
 
 def _proportion(factor: float, own: Candidate, candidate: Candidate, with_micro: str, with_accumulation: str) -> str:
@@ -534,25 +755,24 @@ def _proportion(factor: float, own: Candidate, candidate: Candidate, with_micro:
     return with_accumulation if abs(math.log(factor) + times) < _PROPORTIONAL else ""
 
 
-def _your(is_users: bool) -> str:
-    """Return the possessive of the reference."""
-    return "your" if is_users else "the reference's"
-
-
-def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, is_users: bool, *, offloaded: bool) -> str:
+def _stage_cause(pair: Pair) -> tuple[str, str]:
+    """Return the stage as cause, and why it changes a training; empty if both runs have one stage."""
+    reference, trace = pair.traces
     backwards, partial = trace.iterations, (1, 2)  # stages that do not sum what several backwards give
+    if trace.stage == reference.stage:
+        return "", ""
     if backwards > trace.accumulation and (trace.stage in partial) != (reference.stage in partial):
         keeps = trace.stage if trace.stage in partial else reference.stage
-        whose = "stage" if keeps == trace.stage else f"{_your(is_users)} stage"
-        if offloaded:
-            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of a step"
-        return f"{whose} {keeps} keeps only the last of {backwards} gradients"
-    if reference.stage == 0 and is_users:
-        return (
+        whose = "stage" if keeps == trace.stage else f"{pair.your} stage"
+        if pair.candidate.offloaded or pair.own.offloaded:
+            return _STAGE, f"with offload, {whose} {keeps} does not sum the {backwards} gradients of a step"
+        return _STAGE, f"{whose} {keeps} keeps only the last of {backwards} gradients"
+    if reference.stage == 0 and pair.is_users:
+        return _STAGE, (
             f"stage {trace.stage} steps with its own copy of the gradients, on which changes by hand (clipping) have no "
             "effect; gradient_clipping in the DeepSpeed config works at every stage"
         )
-    return f"stage {trace.stage} instead of {reference.stage}"
+    return _STAGE, f"stage {trace.stage} instead of {reference.stage}"
 
 
 class Certifier:
@@ -635,21 +855,24 @@ class Certifier:
         accumulates = candidate.accumulation > 1
         return lambda other: other.stage == candidate.stage and (other.accumulation > 1) == accumulates
 
-    def iterations_line(self, trace: TrainingTrace) -> str:
-        """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
-        return iterations_line(self._job, self._reference, trace) if self._reference is not None else ""
+    def length_lines(self, trace: TrainingTrace) -> list[str]:
+        """Return what ends a loop after another number of optimizer steps than under the reference."""
+        return length_lines(self._reference, trace) if self._reference is not None else []
 
 
-def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:
-    """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
-    own, now = reference.iterations, trace.iterations
-    if job.script is None or not loops_by_hand(job.script) or job.script.loop_cuts or own == now or not own or not now:
-        return ""
-    return (
-        f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "
-        f"schedule, its saves or an average of weights count iterations, multiply these numbers by {now / own:g}, or it "
-        f"makes {own / now:g}x the optimizer steps"
-    )
+def length_lines(reference: TrainingTrace, trace: TrainingTrace) -> list[str]:
+    """Return what ends a loop after another number of optimizer steps than under the reference."""
+    both = [
+        (where, reference.loop_ends[where], now)
+        for where, now in trace.loop_ends.items()
+        if where in reference.loop_ends
+    ]
+    return [
+        f"{where} counts iterations of your loop: it ends after {now:.4g} optimizer steps instead of {own:.4g}. Multiply "
+        f"the limit by {own / now:.4g}"
+        for where, own, now in both
+        if abs(math.log(now / own)) > _RATE_TOLERANCE
+    ]
 
 
 def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
@@ -688,5 +911,5 @@ def certificate_lines(job: Job, records: Sequence[Record], winner: Record) -> li
     certifier = Certifier.of(job, records)
     trace = winner.outcome.trace if winner.outcome is not None else None
     found = certifier.certificate(winner.candidate, trace)
-    length = certifier.iterations_line(trace) if trace is not None else ""
-    return [found.line, *([length] if length else [])]
+    lengths = certifier.length_lines(trace) if trace is not None else []
+    return [found.line, *lengths]

@@ -132,7 +132,7 @@ def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pyte
     facts |= {"largest": largest, **dict.fromkeys(unset.split(), False)}
     monkeypatch.setattr(script_probe, "flags_found", lambda *_: {})
     monkeypatch.setattr(script_probe, "check_batch", lambda *_: BatchCheck("it ignores other batches"))
-    monkeypatch.setattr(script_probe, "_with_noise_floor", lambda *_: None)
+    monkeypatch.setattr(script_probe, "_with_noise", lambda *_: None)
     monkeypatch.setattr(ShortRuns, "names_same_seeds", True)
     said: list[str] = []
     executor: Any = SimpleNamespace()

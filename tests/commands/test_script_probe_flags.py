@@ -183,6 +183,8 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
     config = other.ds_config(make_job(script=known))
     assert [config[key] for key in BATCH_KEYS] == [4 * RANKS, 4, 1], "the engine stays without accumulation"
     assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 1, "backwards_per_step": 4}
+    unsynced = _mapped(script, {**known.profile, "unsynced": True})
+    assert accumulation_facts(make_job(script=unsynced), 4) == {"accumulation": 1, "backwards_per_step": 1}
     known = _mapped(script, {**known.profile, "boundary_by_hand": True})
     assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 4}
     assert job_facts(make_job(script=known))["backwards_per_step"] == 1

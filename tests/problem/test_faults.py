@@ -76,6 +76,17 @@ def test_a_fault_holds_in_its_versions_only(deepspeed: str, faulty: bool) -> Non
     assert {(2, 1), (1, 4)} <= pairs  # the condition is on stage and accumulation together
 
 
+def test_stages_that_do_not_read_gradients_changed_by_hand_are_left_out() -> None:
+    seen = {"grad_changed_by_hand": True, "micros_per_accumulation": 1.0}
+    left, (line,) = left_of(job_with(**seen, config={}), READ)
+    assert left == {0}
+    assert line.startswith("stages 1 to 3 with gradients that the script itself changes")
+    assert "gradient_clipping in the config works at every stage" in line
+    own = own_facts(job_with(**seen, config={"zero_optimization": {"stage": 2}}))
+    (warning,) = warnings(own, READ)
+    assert "the change has no effect" in warning
+
+
 def test_a_named_model_of_this_deepspeed_loses_no_candidate() -> None:
     job = Job(ModelSpec("m", {}, ""), 2, 8, "bf16", global_batch_size=8)
     assert fitted(STAGES, job, named_hardware("a100-80gb", 2)).space.faults == ()

@@ -92,10 +92,13 @@ def test_draws_of_a_scripts_own_generators_are_seen(patches: Patches) -> None:
         lambda: torch.randn(1, generator=mine),
         lambda: theirs.normal(),
         random.random,
-        lambda: torch.Generator().manual_seed(7),
+        lambda: torch.Generator().seed(),
+        numpy.random.default_rng,
     )
     for draw in draws:
         state.mark()
+        assert not state.has_drawn()
+        torch.randn(1, generator=torch.Generator().manual_seed(7))  # by a row's number, the same in every run
         assert not state.has_drawn()
         draw()
         assert state.has_drawn()

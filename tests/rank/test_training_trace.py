@@ -258,19 +258,6 @@ def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("mark", ["_hp_mapping", "_z3_optimizer", ""])
-def test_a_parameter_of_zero_that_is_frozen_now_is_seen(engine: Engine, mark: str) -> None:
-    """Without a mark, the parameter was frozen when the optimizer was made, as under LoRA."""
-    engine.module.register_parameter("other", torch.nn.Parameter(torch.ones(2), requires_grad=False))
-    recorder = TraceRecorder()
-    for marks in ((), (mark,) if mark else ()):
-        for name in marks:
-            setattr(engine.module.other, name, None)
-        recorder.before_step(engine)
-        recorder.after_step(engine)
-        assert recorder.report()["holds_frozen"] is bool(marks)
-
-
 def test_initial_weights_are_read_on_the_host_if_the_default_device_is_another() -> None:
     at, weights = torch.arange(4), torch.ones(4)
     expected = _projected([(at, weights), None], 8)

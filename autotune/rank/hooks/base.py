@@ -115,6 +115,7 @@ class Context:
     earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.deepspeed`
     trained: bool = False  # True once the engine that trains has had a backward
     trained_steps: int = 0  # optimizer steps of the engine that trains
+    unsynced: bool = False  # True if the script sums gradients under that engine's `no_sync`
     # accelerate's configs, and their original contents
     plugins: list[tuple[weakref.ref[Any], dict[str, Any]]] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # configs opened in a probe run, see `hooks.sources`

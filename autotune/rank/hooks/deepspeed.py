@@ -45,6 +45,11 @@ def install(context: Context) -> None:
         patches.wrap(DeepSpeedEngine, prologue, functools.partial(_loss_backward, context))
         patches.wrap(torch.autograd, "backward", functools.partial(_autograd_backward, context))
     patches.wrap(DeepSpeedEngine, "compile", functools.partial(_compile, context))
+    patches.wrap(DeepSpeedEngine, "no_sync", functools.partial(_no_sync, context))
+    patches.wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", functools.partial(_fetch, context))
+    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            patches.wrap(owner, name, functools.partial(_clip, context))
     if context.quiet:
         patches.wrap(DeepSpeedEngine, "save_checkpoint", functools.partial(_save_checkpoint, context))
         patches.wrap(DeepSpeedEngine, "save_16bit_model", functools.partial(_save_weights, context))
@@ -215,6 +220,7 @@ def _watched(
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
+            context.trace.gradients_used(engine)
             if phase is Phase.BACKWARD:
                 note_backward(context)
                 loss, scaled = _loss_of(args, kwargs)
@@ -223,6 +229,8 @@ def _watched(
         with context.trace.step(engine) if boundary else nullcontext():
             context.inside = phase
             result = original(engine, *args, **kwargs)
+        if phase is Phase.BACKWARD:
+            context.trace.gradients_made(engine)
         if boundary:
             context.trained_steps += 1
             context.watcher.stepped()
@@ -252,6 +260,32 @@ def _autograd_backward(
         return original(tensors, *args, **kwargs)
     finally:
         trace.root(None)
+
+
+def _clip(context: Context, original: Callable[..., Any], /, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call torch's clipping, and note its limit."""
+    import torch
+
+    each = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    result = original(each, *args, **kwargs)
+    limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+    if context.engine is not None and isinstance(limit, int | float):
+        context.trace.clipped(context.engine, each, float(limit))
+    return result
+
+
+def _fetch(context: Context, original: Callable[..., Any], loader: Any, /) -> Any:
+    """Return the next batch of a loader, and count it."""
+    batch = original(loader)
+    if context.trace.records:
+        context.trace.fetched(loader)
+    return batch
+
+
+def _no_sync(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
+    """Note that the script sums gradients before they are reduced."""
+    context.unsynced = context.unsynced or engine is context.engine
+    return original(engine)
 
 
 def _evaluates(module: Any) -> bool:
@@ -776,14 +810,18 @@ _OF_ONE_PLACE = ("deepspeed", "apex")  # their kernels need all tensors on one d
 
 
 def install_optimizers(context: Context) -> None:
-    """Report optimizer steps without an engine to the watcher, from the second on."""
+    """Report optimizer steps without an engine to the watcher, from the second on, and those beside one to the trace."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     steps = 0
 
-    def stepped(*_: Any) -> None:
+    def stepped(optimizer: Any, *_: Any) -> None:
         nonlocal steps
-        if context.engine is None and not context.earlier:
+        if context.engine is not None:
+            engines = [context.engine, *context.earlier, *(one.engine for one in context.beside)]
+            if all(optimizer is not getattr(engine, "basic_optimizer", None) for engine in engines):
+                context.trace.optimizer_stepped()
+        elif not context.earlier:
             steps += 1
             if steps >= _STEPS_WITHOUT_DEEPSPEED:
                 context.watcher.no_engine_found()
