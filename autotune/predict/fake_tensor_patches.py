@@ -1,4 +1,4 @@
-"""Patches of torch and transformers around a traced run, and stub kernels, so that fake tensors can run without values."""
+"""Patches of torch and transformers around a traced run, so that fake tensors can run without values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -17,10 +16,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autotune.predict.op_counters import Counters
-from autotune.problem.models import Kernels, kernels_of, liger_replaces_anything
 from autotune.rank.versions import experts_module, looks_inside, masks_module
-from autotune.versions import release, version_of
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -288,279 +284,19 @@ def plain_conversion() -> Patch:
     return patch.object(torch.nn.Module, "_apply", apply)
 
 
-# -- recurrences -------------------------------------------------------------------------------------------------------
-#
-# Run recurrences over a sequence at once and by shapes alone. transformers runs them token by token if no kernel is
-# installed.
-#
-# A loop over 2048 tokens takes fake tensors minutes a layer. The stand-in keeps as many bytes for backward and counts
-# the loop's kernels and bytes. The result matches a training without `mamba_ssm`.
-
-# A function of mamba, falcon_mamba and jamba. transformers wraps it if a kernel is installed.
-_SCAN = "mamba_selective_scan"
-_LINEAR = "_rnn_scan"  # a method in recurrent_gemma
-# (kernels per token in forward, kernels per token in backward, times that backward moves all states per token).
-# Backward puts each token's gradient into zeros for the whole sequence and adds them up (select_backward), so bytes
-# grow with the square of the length. Counted in the loops of transformers 5 at 24 tokens.
-_OF_SCAN, _OF_LINEAR = (4.0, 12.6, 8.0), (6.0, 14.5, 6.0)
+# transformers runs a recurrence over a sequence token by token if no kernel is installed. Fake tensors then take minutes a layer.
+# A function of mamba, falcon_mamba and jamba, and a method of recurrent_gemma.
+_RECURRENCES = ("mamba_selective_scan", "_rnn_scan")
 
 
-class _Recurrence(torch.autograd.Function):
-    """state[t] = decay[t] * state[t - 1] + input[t] along a dimension. Keeps the decays and all states."""
-
-    @staticmethod
-    def forward(ctx: Any, decay: Any, given: Any, tokens: int, run: Counters, cost: tuple[float, float, float]) -> Any:
-        states = torch.empty_like(given)
-        ctx.save_for_backward(decay, states)
-        ctx.counted = tokens, run, cost
-        run.add(tokens * cost[0], 4.0 * states.nbytes)
-        return states
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        decay, states = ctx.saved_tensors
-        tokens, run, cost = ctx.counted
-        run.add(tokens * cost[1], cost[2] * tokens * states.nbytes)
-        spare = torch.empty_like(states)  # one token's gradient, padded with zeros to the whole sequence
-        made = torch.empty_like(decay), torch.empty_like(states), None, None, None
-        del spare
-        return made
+def runs_token_by_token(model: torch.nn.Module) -> bool:
+    """Check that the model has such a recurrence."""
+    kinds = {type(module) for module in model.modules()}
+    owners = [*kinds, *(sys.modules[kind.__module__] for kind in kinds)]
+    return any(hasattr(owner, name) for owner in owners for name in _RECURRENCES)
 
 
-def _scan(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the reference of Mamba's selective scan in transformers, without its loop."""
-
-    def scan(
-        hidden_states: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        D: Any = None,
-        z: Any = None,
-        delta_bias: Any = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        **_: Any,
-    ) -> Any:
-        dtype, tokens = hidden_states.dtype, hidden_states.shape[2]
-        if delta_bias is not None:
-            dt = dt + delta_bias.to(dt.dtype)[..., None]
-        if delta_softplus:
-            dt = torch.nn.functional.softplus(dt)
-        decay = torch.exp(A[None, :, None, :] * dt[:, :, :, None])
-        given = dt[:, :, :, None] * B.transpose(1, 2)[:, None, :, :].float() * hidden_states[:, :, :, None].float()
-        states = _Recurrence.apply(decay, given, tokens, run, _OF_SCAN)  # type: ignore[no-untyped-call]
-        # (batch, tokens, inner, state) x (batch, tokens, state, 1)
-        out = (states.to(dtype).transpose(1, 2) @ C.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
-        if D is not None:
-            out = out + hidden_states * D[None, :, None]
-        if z is not None:
-            out = out * torch.nn.functional.silu(z)
-        return (out, states[:, :, -1]) if return_last_state else out
-
-    return scan
-
-
-def _linear(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace RecurrentGemma's recurrence, without its loop."""
-
-    def scan(
-        self: Any, hidden_states: Any, recurrent_gate: Any, reset: Any, recurrent_states: Any, acc_dtype: Any = None
-    ) -> Any:
-        if hidden_states.shape[1] == 1:
-            return original(self, hidden_states, recurrent_gate, reset, recurrent_states)
-        wide = acc_dtype or torch.float32
-        decay = (recurrent_gate * ~reset).type(wide)
-        states = _Recurrence.apply(decay, hidden_states.type(wide), hidden_states.shape[1], run, _OF_LINEAR)  # type: ignore[no-untyped-call]
-        return states.type(hidden_states.dtype), states[:, -1]
-
-    return scan
-
-
-@contextlib.contextmanager
-def at_once(run: Counters) -> Iterator[None]:
-    """Replace the loops of all loaded models."""
-    with contextlib.ExitStack() as stack:
-        for module in _loaded_models():
-            owners: list[tuple[Any, str, Any]] = [(module, _SCAN, _scan)]
-            owners += [(kind, _LINEAR, _linear) for kind in vars(module).values() if isinstance(kind, type)]
-            for owner, name, make in owners:
-                if callable(before := vars(owner).get(name)):
-                    stack.enter_context(patch.object(owner, name, make(run, before)))
-        yield
-
-
-# -- fused kernels -----------------------------------------------------------------------------------------------------
-#
-# Stand-ins for Liger's kernels, which need a GPU. They allocate, keep for backward and move as much.
-#
-# Source: liger-kernel 0.8.5, `ops/rms_norm.py`, `ops/swiglu.py`, `ops/geglu.py`, `ops/rope.py`, `ops/fused_moe.py` and
-# `ops/fused_linear_cross_entropy.py`. One or two torch operators replace a kernel and read and write as much. None
-# computes the kernel's result.
-
-# peft's name of a module that is trained next to adapters
-_TRAINED_WHOLE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
-# Older versions made a layer's experts separate modules, or gave them other shapes. Liger replaces none of those.
-_AT_ONCE = release(version_of("transformers")) >= (5,)
-
-
-@contextlib.contextmanager
-def liger_kernels(model: torch.nn.Module, version: str | None = None) -> Iterator[None]:
-    """Replace parts of the model with stand-ins for a version of Liger (default: the newest).
-
-    Parts that Liger does not know stay. A known decoder inside an unknown model stays, too.
-    """
-    with contextlib.ExitStack() as stack:
-        for part in model.modules() if liger_replaces_anything(_type_of(model), version) else ():
-            kernels = kernels_of(_type_of(part), version)
-            if kernels and hasattr(part, "layers"):
-                _replace_modules(part, kernels)
-                for owner in {sys.modules[type(module).__module__] for module in part.modules()}:
-                    for name in kernels.rotations:
-                        if hasattr(owner, name):
-                            stack.enter_context(patch.object(owner, name, _rotated))
-        yield
-
-
-def _type_of(part: Any) -> str | None:
-    found: str | None = getattr(getattr(part, "config", None), "model_type", None)
-    return found
-
-
-def _replace_modules(decoder: torch.nn.Module, kernels: Kernels) -> None:
-    beside_experts = {
-        f"{path}.mlp" for path, layer in decoder.named_modules() if getattr(layer, "enable_moe_block", False)
-    }
-    for path, module in decoder.named_modules():
-        if path in beside_experts:
-            continue  # Gemma 4's MLP next to experts stays
-        name = _TRAINED_WHOLE.sub("", path).rpartition(".")[2]
-        if name in kernels.norms and type(module).__name__.endswith("RMSNorm"):
-            if module._parameters.get("weight") is None:
-                continue  # Gemma 4's router has a norm that scales nothing
-            module.forward = _normalised(module, kernels.in_place)  # type: ignore[method-assign]
-        elif hasattr(module, "down_proj"):
-            joined = getattr(module, "gate_up_proj", None)
-            if kernels.experts and _AT_ONCE and isinstance(joined, torch.nn.Parameter):
-                module.forward = _routed(module)  # type: ignore[method-assign]
-            elif kernels.gates and isinstance(joined, torch.nn.Module):
-                module.forward = _gated_at_once(module)  # type: ignore[method-assign]
-            elif kernels.gates and hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
-                module.forward = _gated(module)  # type: ignore[method-assign]
-
-
-def _normalised(module: Any, in_place: bool) -> Callable[..., Any]:
-    return lambda hidden: _Norm.apply(hidden, module.weight, in_place)
-
-
-def _gated(module: Any) -> Callable[..., Any]:
-    return lambda hidden: module.down_proj(_Gate.apply(module.gate_proj(hidden), module.up_proj(hidden)))
-
-
-def _gated_at_once(module: Any) -> Callable[..., Any]:
-    return lambda hidden: module.down_proj(_Gate.apply(*module.gate_up_proj(hidden).chunk(2, dim=-1)))
-
-
-def _routed(module: Any) -> Callable[..., Any]:
-    def forward(hidden: Any, chosen: Any, weights: Any) -> Any:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        made = _Experts.apply(rows, module.gate_up_proj, module.down_proj, weights.reshape(len(rows), -1))
-        return made.view(hidden.shape)
-
-    return forward
-
-
-def _rotated(query: Any, key: Any, cosine: Any, sine: Any, *_: Any, **__: Any) -> Any:
-    return _Rotation.apply(query, key, cosine, sine)
-
-
-class _Norm(torch.autograd.Function):
-    """RMS norm: keeps its input and one 32-bit number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, in_place: bool) -> Any:
-        hidden = hidden.contiguous()
-        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
-        ctx.in_place = in_place
-        return hidden.neg()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        hidden, weight, _ = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        return (gradient.mul_(hidden) if ctx.in_place else gradient * hidden), of_weight, None
-
-
-class _Gate(torch.autograd.Function):
-    """Gated activation: keeps its two operands and writes their gradients over them. `down_proj` keeps its output."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Any, up: Any) -> Any:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return gate * up
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        gate, up = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        return gate.mul_(gradient), up.mul_(gradient)
-
-
-class _Rotation(torch.autograd.Function):
-    """Rotary embedding: rotates query and key in place, and their gradients too, once a row's heads are contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, cosine: Any, sine: Any) -> Any:
-        ctx.save_for_backward(cosine, sine)
-        return _turned(query), _turned(key)
-
-    @staticmethod
-    def backward(ctx: Any, of_query: Any, of_key: Any) -> Any:
-        return _turned(of_query), _turned(of_key), None, None
-
-
-def _turned(heads: Any) -> Any:
-    """Return (batch, heads, rows, width), negated in place, or a copy if the heads were not contiguous."""
-    return heads.transpose(1, 2).contiguous().neg_().transpose(1, 2)
-
-
-class _Experts(torch.autograd.Function):
-    """Mixture of experts: keeps the input rows, gate and up of each expert that a row chose, and the choices.
-
-    The kernel gathers an expert's rows itself. Every product multiplies all chosen rows with one expert's weights, which
-    takes as many FLOPs. Gradients of frozen weights are made, too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Any, gate_up: Any, down: Any, weights: Any) -> Any:
-        weights = weights.flatten()
-        chosen = len(weights)
-        gates, active = (rows.new_empty(chosen, width) for width in (gate_up.shape[1], down.shape[-1]))
-        _multiply(_chosen(rows, chosen), gate_up[0].t(), gates)
-        made = rows.new_empty(chosen, rows.shape[1])
-        _multiply(active, down[0].t(), made)
-        places = rows.new_empty(3 * chosen, dtype=torch.int32)  # positions, sources and destinations of the chosen rows
-        ctx.save_for_backward(rows, gate_up, down, gates, weights, places)
-        return rows.neg()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        rows, gate_up, down, gates, weights, _ = ctx.saved_tensors
-        chosen = len(weights)
-        of_gates, active = torch.empty_like(gates), gates.new_empty(chosen, down.shape[-1])
-        _multiply(_chosen(gradient, chosen), down[0], active)
-        of_weights, of_down = torch.zeros_like(weights), torch.zeros_like(down)
-        _multiply(_chosen(gradient, chosen).t(), active, of_down[0])
-        of_chosen = rows.new_empty(chosen, rows.shape[1])
-        _multiply(of_gates, gate_up[0], of_chosen)
-        of_rows, of_gate_up = torch.zeros_like(rows), torch.zeros_like(gate_up)
-        _multiply(of_gates.t(), _chosen(rows, chosen), of_gate_up[0])
-        wanted = ctx.needs_input_grad
-        of_both = (of_gate_up if wanted[1] else None, of_down if wanted[2] else None)
-        return of_rows, *of_both, of_weights.view(len(rows), -1)
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 class LossInPlace(torch.autograd.Function):
@@ -581,9 +317,9 @@ class LossInPlace(torch.autograd.Function):
 class FusedLinear(torch.autograd.Function):
     """A head and its loss, computed for a part of the tokens at a time; forward already makes the gradients of both.
 
-    A part's logits are `chunk` times as large as the hidden states. Only one part runs here, as each part reuses the same
-    memory. `tracer.add_uncounted` counts FLOPs and bytes of the remaining parts: `tracer.extrapolate` would take repeated
-    operators without an allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as
+    A part's logits are as large as the hidden states. Only one part runs here, as each part reuses the same memory.
+    `tracer.add_uncounted` counts FLOPs and bytes of the remaining parts: `tracer.extrapolate` would take repeated operators
+    without an allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as
     many. Two micro-batches cannot show growth in such steps, so this is the lower bound.
 
     Some versions make a part's gradient of the head apart in 32 bits (`apart`). With 32-bit logits all versions do. All do so
@@ -591,10 +327,10 @@ class FusedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, apart: bool, chunk: int) -> Any:
+    def forward(ctx: Any, hidden: Any, weight: Any, apart: bool) -> Any:
         """Allocate the tensors of Liger's fused linear loss in chunks; return a loss of shape ()."""
         tokens, width = hidden.shape
-        chunks = -(-weight.shape[0] // (chunk * width))
+        chunks = -(-weight.shape[0] // width)
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         part = hidden[: -(-tokens // chunks)]
@@ -613,12 +349,7 @@ class FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Return the gradients that forward computed: hidden states (tokens, width), weight (vocabulary, width)."""
-        return *ctx.saved_tensors, None, None
-
-
-def _chosen(rows: Any, count: int) -> Any:
-    """Return (count, width) without allocating memory."""
-    return rows[:1].expand(count, -1)
+        return *ctx.saved_tensors, None
 
 
 def _multiply(left: Any, right: Any, into: Any) -> None:

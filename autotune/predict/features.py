@@ -25,7 +25,6 @@ from autotune.problem.job import ATTENTIONS, LOSSES, Job, parse_lora
 from autotune.problem.knobs import READ as READ
 from autotune.problem.knobs import SUPER_OFFLOAD
 from autotune.problem.knobs import Release as Release
-from autotune.problem.models import liger_replaces_anything
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.versions import newer, release
 
@@ -119,7 +118,7 @@ class Columns:
     narrow_weights: Floats  # ZeRO++: parameters travel in 8 bits
     narrow_gradients: Floats  # ZeRO++: gradients travel in 4 bits
     adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups during backward (SuperOffload)
-    liger: Floats  # Liger's kernels replace parts of the model
+    liger: Floats  # Liger's kernels replace parts of the model, if its version knows them
     loss: Floats  # index in LOSSES
     expandable: Floats  # the allocator's segments can grow, and their free blocks merge
 
@@ -191,7 +190,6 @@ def columns_of(
     low_masters, low_states = (flags(key) * (deepspeed >= _LOW_MASTERS) for key in (low, "bf16.bf16_optimizer_states"))
     packed, expandable = of_job(PACKING, job.packed), of_job(EXPANDABLE)
     tokens = padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len)
-    liger = liger_replaces_anything(job.model.config.get("model_type"), job.interpreter.version("liger_kernel"))
     attentions: list[object] = [None, *ATTENTIONS]
     pins = deepspeed >= PINS_BY_DEFAULT
     return Columns(
@@ -235,7 +233,7 @@ def columns_of(
         narrow_weights=flags(zero + "zero_quantized_weights"),
         narrow_gradients=flags(zero + "zero_quantized_gradients"),
         adam_beside=flags(SUPER_OFFLOAD),
-        liger=of_job(LIGER, job.liger) * liger,
+        liger=of_job(LIGER, job.liger),
         loss=np.array([float(LOSSES.index(raw.get(LOSS, job.loss))) for raw in raws]),
         expandable=expandable,
     )

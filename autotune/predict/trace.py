@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import subprocess
@@ -24,11 +25,12 @@ from autotune.predict.trace_cache import (
     known_trace,
     profile_trace,
     traceable,
+    with_liger,
     with_runnable_attention,
 )
 from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
+from autotune.problem.job import LIGER_LOSS, Job
 from autotune.problem.models import IMAGE_TEXT
 from autotune.rank.sandbox import remove
 from autotune.util.bounds import bounded_bytes
@@ -105,6 +107,11 @@ def trace_job(
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
+    if job.liger and job.workload is None:
+        plain = dataclasses.replace(job, liger=False, loss=LIGER_LOSS)
+        return with_liger(
+            trace_job(plain, loss=loss, device=device, timeout_seconds=timeout_seconds, cancelled=cancelled)
+        )
     own, (job, replaced) = job, with_runnable_attention(job)
     if (known := known_trace(job, loss, device)) is not None:
         return known

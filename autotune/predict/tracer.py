@@ -21,23 +21,21 @@ from autotune.predict.fake_tensor_patches import (
     FusedLinear,
     LossInPlace,
     Patch,
-    at_once,
-    liger_kernels,
     plain_conversion,
+    runs_token_by_token,
     shapes_alone,
     with_values,
 )
 from autotune.predict.op_counters import CountedTensors, Counters, add_counter_hooks, follow_encoder, joined_passes
 from autotune.predict.trace_data import BACKWARD, ENTRIES, IMPORTED, Pass, Trace
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
-from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ, kernels_of, loss_in_kernel
+from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ
 from autotune.rank import model_builder
 from autotune.rank.devices import LiveTensors
 from autotune.rank.model_builder import DTYPES, adapted, keep_cache, task_model, transformers_config, without_adapters
 from autotune.rank.versions import no_init_weights, refusals
 from autotune.rank.workload import forward, one_batch, own_workload, to_device
 from autotune.util.linux import die_with_parent
-from autotune.versions import version_of
 
 # -- tracer ------------------------------------------------------------------------------------------------------------
 #
@@ -101,9 +99,10 @@ def trace_model(
     parameters, frozen = _sizes_of(model)
     on_sizes((parameters, sum(frozen)))
     matrices = _orthogonalized(model)
-    if (job.liger or job.loss == LIGER_LOSS) and config is not None and loss == "own":
-        liger, torchs, wide = version_of("liger_kernel"), version_of("torch"), job.precision == "fp32"
-        loss = loss_in_kernel(model.config.model_type, liger, wide=wide, torch=torchs)
+    if runs_token_by_token(model):
+        raise Untraceable("without its kernel the model's recurrence runs token by token")
+    if job.loss == LIGER_LOSS and config is not None and loss == "own":
+        loss = "chunked"
     if job.task == IMAGE_TEXT:
         try:
             blank_batch(job, config, 1)
@@ -261,14 +260,11 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
             run.passed = _Passed.apply
             add_counter_hooks(model, run)
             run.in_use = bytes_of_head(job, model, options.loss)
-            looping.enter_context(at_once(run))
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations
             looping.enter_context(_first_slices(live, run))
-            if job.liger and job.workload is None:
-                looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss, live)
             add_uncounted(run, job, model, micro_batch, options.loss)
@@ -442,12 +438,7 @@ def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
     head.forward = forward_of_head
     model(**batch)
     hidden = read.pop()
-    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, apart, _chunk_of(model))
-
-
-def _chunk_of(model: Any) -> int:
-    kernels = kernels_of(model.config.model_type, version_of("liger_kernel"))
-    return kernels.chunk if kernels else 1
+    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, apart)
 
 
 def bytes_of_head(job: Job, model: Any, loss: str) -> float:
@@ -474,9 +465,8 @@ def add_uncounted(run: Counters, job: Job, model: Any, micro_batch: int, loss: s
     if loss == "fused32":
         run.add(1, 3.0 * 4 * tokens * vocabulary)
         return
-    chunk = width * _chunk_of(model)
-    flops = 2 * products * tokens * width * max(0, vocabulary - chunk)
-    chunks = -(-vocabulary // chunk)
+    flops = 2 * products * tokens * width * max(0, vocabulary - width)
+    chunks = -(-vocabulary // width)
     run.add((products + 1) * (chunks - 1) + 1, 3.0 * tokens * vocabulary * weight.element_size(), float(flops))
 
 

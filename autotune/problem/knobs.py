@@ -12,15 +12,7 @@ from autotune.errors import UserError, did_you_mean
 from autotune.problem.hardware import Hardware
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES, settings_in
 from autotune.problem.job import ATTENTIONS, FULL, LIGER_LOSS, LOSSES, Job, Lora, parse_lora, script_text
-from autotune.problem.models import (
-    CAUSAL,
-    DECODED,
-    FAILS_WITH_IMAGES,
-    IMAGE_TEXT,
-    LIGER_READ,
-    NEEDS_TRANSFORMERS,
-    first_liger_version,
-)
+from autotune.problem.models import CAUSAL, DECODED
 from autotune.util.bounds import MOST, display_value, invalid_reason
 from autotune.util.interpreter import OWN, Interpreter, console_script
 from autotune.versions import dotted, release
@@ -247,31 +239,18 @@ def missing_package(choice: object, interpreter: Interpreter = OWN) -> str | Non
 
 
 def liger_kernel(value: Value, c: RequirementInputs) -> str:
-    """Require the package liger_kernel in a version for the model's type and the installed transformers."""
-    own, theirs = (c.job.interpreter.version(package) for package in ("liger_kernel", "transformers"))
-    if not c.job.interpreter.has("liger_kernel"):
-        return "needs the package liger_kernel, which is not installed"
-    for newer, least in NEEDS_TRANSFORMERS.items():
-        if release(own) >= newer and release(theirs) < least:
-            return f"needs transformers {dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
-    kind = c.job.model.config.get("model_type")
-    first = first_liger_version(kind, theirs) or ()
-    if own is not None and release(own) < first:
-        beside = f"in a model of type {kind} beside transformers {theirs}"
-        return f"needs liger_kernel {dotted(first)} or newer {beside}: {own} is installed"
-    return ""
+    """Require the package liger_kernel.
+
+    A trial shows if its version supports the model.
+    """
+    return "" if c.job.interpreter.has("liger_kernel") else "needs the package liger_kernel, which is not installed"
 
 
-def liger_model(value: Value, c: RequirementInputs) -> str:
-    """Require a task with a language-model head and a model that Liger knows.
+def liger_task(value: Value, c: RequirementInputs) -> str:
+    """Require a task with a language-model head.
 
     Liger replaces the forward of any head by that of a language model.
     """
-    kind = c.job.model.config.get("model_type")
-    if first_liger_version(kind) is None:
-        return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels ({LIGER_READ})"
-    if kind in FAILS_WITH_IMAGES and c.job.task == IMAGE_TEXT:
-        return f"fails in a model of type {kind} with images: Liger's forward ({LIGER_READ}) and transformers' no longer agree"
     return "" if c.job.task in DECODED else f"is for {' and '.join(f'--task {task}' for task in DECODED)}"
 
 
@@ -281,7 +260,7 @@ def loss_possible(value: Value, c: RequirementInputs) -> str:
     The model's structure is checked when it is built.
     """
     if value == LIGER_LOSS:
-        return next((why for need in (cuda, liger_model, liger_kernel) if (why := need(value, c))), "")
+        return next((why for need in (cuda, liger_task, liger_kernel) if (why := need(value, c))), "")
     if c.job.task != CAUSAL:
         return f"is for --task {CAUSAL}, not {c.job.task}"
     return "is not for adapters that save lm_head" if c.job.lora and "lm_head" in c.job.lora.saved else ""
@@ -481,7 +460,7 @@ SHORT_NAMED: dict[str, Knob] = {
     COMPILED: Knob(bool, path=None, off=False, needs=(a_compiler,)),
     LORA: Knob(Lora, path=None, needs=(its_package,), refused=_quantized_refused),
     PACKING: Knob(bool, path=None),
-    LIGER: Knob(bool, path=None, off=False, needs=(cuda, liger_model, liger_kernel)),
+    LIGER: Knob(bool, path=None, off=False, needs=(cuda, liger_task, liger_kernel)),
     LOSS: Knob(LOSSES, path=None, off=FULL, needs=(loss_possible,), refused=_loss_refused),
     EXPANDABLE: Knob(bool, path=None, off=False, needs=(cuda, own_allocator), short="expandable"),
     "offload_optimizer": Knob(_DEVICES, _at(1, 2, 3), ZERO + "offload_optimizer.device", needs=_PLACE, short="opt"),
