@@ -115,7 +115,7 @@ def test_a_command_is_tuned_as_it_is_typed(
     if probed.script.profile["loader_prepared"]:  # the printed hint: `with batch_size=4 in its data loader`
         source = folder / "train.py"
         source.write_text(source.read_text().replace("batch_size=2)", "batch_size=4)"))
-    plain = traced(printed(probed, scripts, TRIED, folder), folder, variables_for(probed.script, 2))
+    plain = traced(printed(probed, scripts, TRIED, folder), folder, variables_for(probed.script, TRIED, 2))
     assert outcome.trace is not None
     certificate = compare(outcome.trace, TRIED, plain, TRIED)
     assert certificate.verdict is Verdict.SAME, "what is printed trains the same as what was measured"

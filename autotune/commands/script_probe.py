@@ -25,6 +25,7 @@ from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
+from autotune.script.environment import READ, READ_INTEGERS, VARIABLE, own_variables
 from autotune.script.profile import (
     BY_HAND,
     BY_RANK,
@@ -53,7 +54,7 @@ from autotune.script.profile import (
 )
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
-from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since, stored_findings
+from autotune.script.source_digests import MEMORY, SOURCES, digests, stored_findings
 from autotune.search.certificate import Verdict, compare, with_noise
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
@@ -181,12 +182,12 @@ def probe(
         Stopped: the user stopped the tuner.
     """
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
-    text, known, sources = stored_findings(folder / MEMORY)
-    if known.get("key") == key and not edited_since(sources, script.cwd):
-        profile = known["profile"]
-        if not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text)):
-            baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
-            ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
+    known = stored_findings(folder / MEMORY)
+    if known.hold(key, script.cwd):
+        profile = known.data["profile"]
+        if not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, known.text)):
+            baseline = Outcome.from_json(known.data["baseline"]) if known.data["baseline"] else None
+            ran_out = Outcome.from_json(known.data["ran_out"]) if known.data.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
     baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
     if baseline is not None and baseline.measurement is not None:
@@ -202,6 +203,7 @@ def probe(
         if baseline.measurement is not None:
             sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
             kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
+            kept[READ] = own_variables(facts.get(READ, {}))
             _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
             print_line(
                 f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
@@ -211,10 +213,10 @@ def probe(
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
     """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
-    text, known, sources = stored_findings(folder / _UNFINISHED)
-    if known.get("key") != key or not is_granted(RecordedItem(_FIRST_RUN, text)) or edited_since(sources, cwd):
+    known = stored_findings(folder / _UNFINISHED)
+    if not known.hold(key, cwd) or not is_granted(RecordedItem(_FIRST_RUN, known.text)):
         return None
-    return Outcome.from_json(known["baseline"]), known["facts"]
+    return Outcome.from_json(known.data["baseline"]), known.data["facts"]
 
 
 def _checked(
@@ -244,7 +246,8 @@ def _checked(
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
         print_line(f"{script.name} sets {named} in its code: ranks start with it now")
-    facts = {**facts, "said": _script_batch_sizes(script, facts)}
+    read = own_variables(facts.get(READ, {}))
+    facts = {**facts, READ: read, "said": _script_batch_sizes(script, facts)}
     own = measured is not None or facts.get(_OWN_STEPS, False)
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
     if profile.get("evaluating"):
@@ -291,6 +294,8 @@ def _checked(
     profile["batch_note"] = note
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
+    if read:
+        profile[READ] = read
     if measured is not None:
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
@@ -706,11 +711,14 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
+    likely = {flag: value for flag, value in integers.items() if not _is_other_variable(flag)}
     # A flag of a known name may hold another value than the steps, such as all ranks' accumulation.
     differs = [knob for knob, value in own.items() if integers.get(KNOWN_FLAGS[knob], value) != value]
     wanted = [knob for knob in own if cut or knob in differs or not carries_knob(script, knob)]
-    products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
-    for options, of_products in _attempts(own, wanted, integers, products.options):
+    products = _Products.of(runs.executor.hardware.count, own, wanted, facts, likely)
+    attempts = [*_attempts(own, wanted, likely, products.options)]
+    attempts += [one for one in _attempts(own, wanted, integers, {}) if one not in attempts]
+    for options, of_products in attempts:
         if not runs.left:
             break
         changed = _other_values(options, of_products, own[MICRO_BATCH])
@@ -742,7 +750,7 @@ def _attempts(
     for knobs, others in ((wanted, products), (wanted[:1], products), (wanted, {}), (wanted[:1], {}), ([], products)):
         options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
         if len(options) > _MOST_FLAGS:  # a file of data has many
-            options = {flag: value for flag, value in options.items() if flag.startswith("-")}
+            options = {flag: value for flag, value in options.items() if flag.startswith(("-", VARIABLE))}
         beside = {flag: value for flag, value in others.items() if flag not in options}
         finds = beside or MICRO_BATCH not in wanted or own[MICRO_BATCH] in options.values()
         attempt = (options, beside)
@@ -756,7 +764,18 @@ def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
 
     Words of the command count for parsers other than argparse (click, fire, Hydra).
     """
-    return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {})}
+    of_variables = facts.get(READ_INTEGERS, {}).items()
+    read = {flag: value for flag, value in of_variables if flag.removeprefix(VARIABLE) in facts.get(READ, {})}
+    return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {}), **read}
+
+
+# words of a variable's name that tell that it holds a batch or an accumulation
+_OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
+
+
+def _is_other_variable(flag: str) -> bool:
+    """Return True for a variable whose name does not tell that it holds a batch. Such variables are tried last."""
+    return flag.startswith(VARIABLE) and not _OF_A_BATCH.search(flag)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -783,7 +802,8 @@ class _Products:
         divided = ACCUMULATION in wanted and accumulation > 1
         accumulations = frozenset({accumulation * ranks} if divided else ()) - {accumulation}
         values = micros | steps | accumulations
-        options = {flag: value for flag, value in integers.items() if flag.startswith("-") and value in values}
+        dashed = {flag: value for flag, value in integers.items() if flag.startswith(("-", VARIABLE))}
+        options = {flag: value for flag, value in dashed.items() if value in values}
         return cls(own, micros, steps, accumulations, options)
 
     def roles(self, changed: dict[str, int], now: dict[str, float], missing: list[str]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
+from autotune.script.environment import changed_variables, values_now
 from autotune.script.parse_command import TypedCommand, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
@@ -670,21 +671,27 @@ def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None
 def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
     """Return the name of a study without a typed name, and lines for display.
 
-    If files that the script uses were edited since the study was made, another name is returned, which the same texts find again.
+    If files that the script uses, or variables that it reads, have changed since the study was made, another name
+    is returned, which the same texts find again.
     Otherwise the name is unchanged and there are no lines.
     """
-    first, changed = name, list[str]()
+    first, files, variables = name, list[str](), list[str]()
     while job.script is not None:
-        _, _, known = stored_findings(runs / name / MEMORY)
-        if not (found := edited_since(known, job.script.cwd)):
+        known = stored_findings(runs / name / MEMORY)
+        edits, changed = edited_since(known.sources, job.script.cwd), changed_variables(known.variables)
+        if not edits and not changed:
             break
-        texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)
-        name, changed = f"{first}-{hashlib.sha256(texts.encode()).hexdigest()[:4]}", [*changed, *found]
-    if not changed:
+        files, variables = [*files, *edits], [*variables, *changed]
+        now = [digests(known.sources, job.script.cwd), *values_now(known.variables)]
+        texts = json.dumps([name, *now], sort_keys=True)
+        name = f"{first}-{hashlib.sha256(texts.encode()).hexdigest()[:4]}"
+    if name == first:
         return name, []
-    files = ", ".join(dict.fromkeys(changed))
-    verb = "were" if len(set(changed)) > 1 else "was"
-    return name, [f"{files} {verb} edited since study {first}: this call uses study {name} (--force resumes {first})"]
+    if files:
+        verb = "were" if len(set(files)) > 1 else "was"
+        files = [f"{', '.join(dict.fromkeys(files))} {verb} edited"]
+    told = "; ".join(dict.fromkeys([*files, *variables]))
+    return name, [f"{told} since study {first}: this call uses study {name} (--force resumes {first})"]
 
 
 def study_folder(runs: Path, name: str) -> Path:

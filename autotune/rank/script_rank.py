@@ -20,7 +20,7 @@ from autotune.problem.job import script_text
 from autotune.problem.outcome import Phase
 from autotune.rank import hooks, measure
 from autotune.rank.base import EXIT_REPORTED, BaseRank, exit_process
-from autotune.rank.hooks import source_files
+from autotune.rank.hooks import environment, source_files
 from autotune.rank.hooks.base import Context, Sizes, TrainingObserver
 from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.hooks.deepspeed import late_facts, unhooked
@@ -38,6 +38,7 @@ from autotune.rank.patches import Patches
 from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
+from autotune.script.environment import READ, READ_INTEGERS
 from autotune.script.profile import SEEDS, TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
@@ -375,6 +376,7 @@ class ScriptRank(BaseRank, TrainingObserver):
             facts["evaluating"] = True
         if not self.script.profile:
             facts[SOURCES] = source_files.found(self.context)
+            facts[READ], facts[READ_INTEGERS] = environment.found(self.context, facts[SOURCES])
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
         if late := self._late():

@@ -47,6 +47,7 @@ from autotune.results.export import (
 )
 from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
+from autotune.script.environment import READ, secrets_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
     KNOWN_FLAGS,
@@ -601,7 +602,7 @@ def train_with(
     if nodes > 1:
         words, each = over_nodes(words, nodes, per_node, hostfile)
     words = launch_command(words, python)
-    variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
+    variables = {**variables_of(winner, threads, environment), **variables_for(job.script, winner, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
     watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed_words(job.script)))}"
@@ -621,6 +622,8 @@ def train_with(
         hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
+    if secrets := secrets_of(job.script.profile.get(READ, {})):
+        hints += [f"  it reads {', '.join(secrets)}: set your own"]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]

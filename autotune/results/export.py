@@ -37,7 +37,7 @@ from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import CALL, ZERO_INIT, other_batch
-from autotune.script.script import command, command_sets_all, training_command
+from autotune.script.script import command, command_sets_all, read_variables, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -572,11 +572,12 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
 def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
     """Return the environment variables that a training needs.
 
-    These are the variables of the measurement, those that select the study's GPUs, and if the config needs some of
-    DeepSpeed's ops, their folder and architectures.
+    These are the variables of the measurement, those that a script reads, and those that select the study's GPUs. If the config
+    needs some of DeepSpeed's ops, their folder and architectures are added.
     """
     needed = all_ops([candidate], store.job, store.hardware.device)
-    theirs = {**measured_under(store.fingerprint), **store.hardware.environment}
+    read = read_variables(store.job.script, candidate) if store.job.script is not None else {}
+    theirs = {**read, **measured_under(store.fingerprint), **store.hardware.environment}
     if not needed:
         theirs.pop(ARCHITECTURES, None)
     return {**theirs, **({FOLDER: store.extensions} if needed and store.extensions else {})}

@@ -16,6 +16,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Script
 from autotune.script.command_line import framework_of
+from autotune.script.environment import READ, VARIABLE
 
 Place = tuple[str, ...]  # keys, from the top
 # Names of each knob in such files: transformers' names, axolotl's, DeepSpeed's.
@@ -122,6 +123,9 @@ def knob_values(script: Script, knob: str) -> list[Any]:
     """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
     flag = dict(script.flags).get(knob)
     found: list[Any] = []
+    if flag is not None and flag.startswith(VARIABLE):
+        value = {**script.profile.get(READ, {}), **dict(script.environment)}.get(flag.removeprefix(VARIABLE))
+        found += [] if value is None else [value]
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
         if flag is not None and name.lstrip("+") == flag:

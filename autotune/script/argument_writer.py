@@ -37,6 +37,7 @@ from autotune.script.argument_files import (
     own_files,
     winners_copy,
 )
+from autotune.script.environment import VARIABLE
 from autotune.script.profile import over_present
 
 # -- argument texts ----------------------------------------------------------------------------------------------------
@@ -144,7 +145,8 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
             changes = changes_for(
                 script, file, candidate, _merged_config(job, candidate, below / f".{path.stem}.ds.json")
             )
-        changes |= {tuple(name.split(".")): value for name, value in script.profile.get(TRIED, {}).items()}
+        tried = script.profile.get(TRIED, {}).items()
+        changes |= {tuple(name.split(".")): value for name, value in tried if not name.startswith(VARIABLE)}
         if quiet and (place := find_key(file.data, (OUTPUT,))) is not None:
             changes[place] = str(folder / OUTPUT_FOLDER)
         (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"), encoding="utf-8")

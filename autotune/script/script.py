@@ -40,6 +40,7 @@ from autotune.script.command_line import (
     take_apart,
     with_option,
 )
+from autotune.script.environment import READ, VARIABLE, to_set
 
 # -- script ------------------------------------------------------------------------------------------------------------
 #
@@ -124,7 +125,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     known flag or file are not in it; `command_sets_all` reports whether there are any.
     """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
-    flags = _flags(script)
+    flags = {flag for flag in _flags(script) if not flag.startswith(VARIABLE)}
     for file in own_files(script):
         argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
     named = config_path(script) is not None and own_config(script) is None
@@ -199,10 +200,11 @@ def line_of(script: Script) -> CommandLine:
 
 
 def typed_words(script: Script) -> list[str]:
-    """Return the whole command as typed."""
+    """Return the whole command as typed, with the variables in front that the script has read."""
     line = line_of(script)
+    variables = {**to_set(script.profile.get(READ, {})), **dict(script.environment)}
     return [
-        *(f"{name}={value}" for name, value in script.environment),
+        *(f"{name}={value}" for name, value in variables.items()),
         *launcher_command(line, script.launcher, script.argv),
     ]
 
@@ -235,11 +237,18 @@ def _starts_itself(script: Script) -> bool:
     return known or bool(script.profile.get(RELAUNCHED))
 
 
-def variables_for(script: Script, ranks: int) -> dict[str, str]:
-    """Return the variables in front of `training_command`: those typed, and those that pass the ranks to a framework."""
+def read_variables(script: Script, candidate: Candidate) -> dict[str, str]:
+    """Return the variables that the script reads, with the values of a candidate in those that carry its knobs."""
+    carried = {flag: value for flag, value in settings(script, candidate).items() if flag.startswith(VARIABLE)}
+    values = {flag.removeprefix(VARIABLE): str(value) for flag, value in carried.items()}
+    return {**to_set(script.profile.get(READ, {})), **values}
+
+
+def variables_for(script: Script, candidate: Candidate, ranks: int) -> dict[str, str]:
+    """Return the variables in front of `training_command`: typed or read ones, and those that pass the ranks to a framework."""
     framework = framework_of(script)
     own = framework.environment(ranks) if framework and not script.launcher and _starts_itself(script) else {}
-    return {**own, **dict(script.environment)}
+    return {**own, **dict(script.environment), **read_variables(script, candidate)}
 
 
 def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:

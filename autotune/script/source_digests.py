@@ -9,16 +9,18 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from autotune.problem.job import Job
+from autotune.script.environment import READ, changed_variables
 from autotune.util.bounds import bounded_bytes
 
 MEMORY = "probe.json"  # file in a study's folder: findings of its script's probe run
 # key of a profile and of a fingerprint: digests by path; paths below the call's folder are relative to it
 SOURCES = "sources"
 # types of files that a script reads and that affect its training
-CONFIGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py")
+CONFIGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".env", ".py")
 MOST_BYTES = 1 << 20  # bytes of such a file; larger ones are data
 
 
@@ -47,14 +49,30 @@ def edited_since(before: Mapping[str, str], cwd: str | Path) -> list[str]:
     return edited(before, digests(before, cwd))
 
 
-def stored_findings(path: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Return text, data and source digests that a probe run stored in a file; empty if there is none, or it is damaged."""
+class Findings(NamedTuple):
+    """Findings that a probe run stored in a file."""
+
+    text: str = ""
+    data: Mapping[str, Any] = MappingProxyType({})
+    sources: Mapping[str, str] = MappingProxyType({})  # digests
+    variables: Mapping[str, str | None] = MappingProxyType({})  # those that the script read
+
+    def hold(self, key: str, cwd: str | Path) -> bool:
+        """Return True if these are findings of this key, and files and variables of the script are as they were."""
+        same = not edited_since(self.sources, cwd) and not changed_variables(self.variables)
+        return self.data.get("key") == key and same
+
+
+def stored_findings(path: Path) -> Findings:
+    """Return the findings that a probe run stored in a file; empty if there is none, or it is damaged."""
     with suppress(OSError, ValueError, RecursionError, AttributeError):
         text = bounded_bytes(path, stored=True).decode()
         known = json.loads(text)
-        sources = (known.get("profile") or known).get(SOURCES, {})
-        return text, known, {str(name): str(digest) for name, digest in sources.items()}
-    return "", {}, {}
+        found = known.get("profile") or known
+        sources = {str(name): str(digest) for name, digest in found.get(SOURCES, {}).items()}
+        variables = {str(name): None if one is None else str(one) for name, one in found.get(READ, {}).items()}
+        return Findings(text, known, sources, variables)
+    return Findings()
 
 
 def sources_of(job: Job) -> dict[str, str]:

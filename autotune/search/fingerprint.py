@@ -18,6 +18,7 @@ from autotune.problem.ds_config import value_at
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.nvml import open_nvml
+from autotune.script.environment import READ, differing, values_now
 from autotune.script.profile import OPS, SEEDS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry
@@ -130,17 +131,19 @@ def measured_under(mark: dict[str, Any]) -> dict[str, str]:
 
 
 def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """Return watched variables that differ between a study and this process.
+    """Return variables that differ between a study and this process: watched ones, and those that the script reads.
 
     Variables that the study did not record are left out.
 
     Returns:
         By name: the study's value and this process's value, None if unset.
     """
+    read = value_at(mark, (*_PROFILE, READ), {})
+    found = {name: (read[name], value) for name, value in values_now(read) if value != read[name]}
     if ENVIRONMENT not in mark:
-        return {}
+        return found
     then, now = (one[ENVIRONMENT] for one in _watched_by_both(mark, _watched()))
-    return {
+    return found | {
         name: (then.get(name), now.get(name))
         for name in sorted({*then, *now})
         if then.get(name) != now.get(name) and not _SECRET.search(name)
@@ -161,19 +164,21 @@ def _watched_by_both(*marks: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the differences in values that both know, edited files first, without the tuner's package."""
+    """Return the differences in values that both know, without the tuner's package; a script's files and variables come first."""
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
-    before, now = ({**_with_seen_ops(mark, []), SOURCES: {}} for mark in _watched_by_both(before, now))
+    variables = differing(*(value_at(mark, (*_PROFILE, READ), {}) for mark in (before, now)))
+    before, now = ({**_with_profile(mark, (OPS, SEEDS, READ)), SOURCES: {}} for mark in _watched_by_both(before, now))
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
-    return [*files, *differences(old, new)]
+    return [*files, *variables, *differences(old, new)]
 
 
 def merged_fingerprint(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return the merged fingerprint: the present call's values, plus values that only an earlier call knew."""
     known = {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
-    return _with_seen_ops(known, list(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)])))
+    ops = list(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)]))
+    return _with_profile(known, (OPS, SEEDS), {OPS: ops} if ops else {})
 
 
 _PROFILE = ("job", "script", "profile")
@@ -187,12 +192,13 @@ def _seen_ops(mark: dict[str, Any]) -> list[str]:
     return value_at(mark, (*_PROFILE, OPS)) or []
 
 
-def _with_seen_ops(mark: dict[str, Any], ops: list[str]) -> dict[str, Any]:
+def _with_profile(mark: dict[str, Any], left_out: Sequence[str], more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the fingerprint with other keys in its script's profile; without a script it is unchanged."""
     profile = value_at(mark, _PROFILE)
     if profile is None:
         return mark
-    others = {key: value for key, value in profile.items() if key not in (OPS, SEEDS)}
-    script = {**mark["job"]["script"], "profile": {**others, **({OPS: ops} if ops else {})}}
+    others = {key: value for key, value in profile.items() if key not in left_out}
+    script = {**mark["job"]["script"], "profile": {**others, **(more or {})}}
     return {**mark, "job": {**mark["job"], "script": script}}
 
 

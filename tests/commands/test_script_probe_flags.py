@@ -19,7 +19,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values
 from autotune.script.argument_writer import parsed, winners_files
 from autotune.script.profile import BY_HAND, batch_seen
-from autotune.script.script import carries_knob, command, settings
+from autotune.script.script import carries_knob, command, settings, typed_words, variables_for
 from tests.conftest import make_candidate, make_job
 
 RANKS, TOKENS = 2, 32
@@ -246,3 +246,24 @@ def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) ->
         runs = ShortRuns(executor, 60.0)
         assert not flags_found(runs, Script(("train.py",), str(tmp_path), profile=profile), facts)
         assert executor.runs == 2 - runs.left <= 2
+
+
+def test_variables_that_the_script_reads_carry_the_batch_like_flags(tmp_path: Path) -> None:
+    """A variable of another name with the same value stays as it is while a telling name explains the batch."""
+    values = {"$BATCH_SIZE": 2, "$GRAD_ACC": 8, "$ZERO_STAGE": 2, "$UNREAD": 2}
+    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
+    profile |= {"micro_batch": 2, "accumulation": 8, "environment": {"BATCH_SIZE": "2", "GRAD_ACC": None}}
+    script = Script(("train.py",), str(tmp_path), profile=profile)
+    executor: Any = Executor(lambda now: (now["$BATCH_SIZE"], now["$GRAD_ACC"]), values)
+    facts = {"rows": 16, "micros": 8, "accumulation": 8, "environment_integers": values}
+    facts["environment"] = dict.fromkeys(("BATCH_SIZE", "GRAD_ACC", "ZERO_STAGE"))
+    learnt = flags_found(ShortRuns(executor, 60.0), script, facts)
+    assert executor.runs == 1
+    assert (executor.now["$ZERO_STAGE"], executor.now["$UNREAD"]) == (2, 2)
+    known, other = _mapped(script, {**profile, **learnt}), make_candidate(1, 4, 4)
+    assert dict(known.flags) == {MICRO_BATCH: "$BATCH_SIZE", ACCUMULATION: "$GRAD_ACC"}
+    assert command(known, other, "ds.json") == ["train.py"]
+    assert variables_for(known, other, RANKS) == {"BATCH_SIZE": "4", "GRAD_ACC": "4"}
+    assert typed_words(known) == ["BATCH_SIZE=2", "train.py"], "the user's own values, which `launch` replaces"
+    assert carries_knob(known, MICRO_BATCH)
+    assert knob_values(known, MICRO_BATCH) == ["2"]

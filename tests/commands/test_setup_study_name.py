@@ -72,6 +72,7 @@ def test_an_edited_file_makes_another_name_that_the_same_text_finds_again(tmp_pa
         return name, lines
 
     assert call("1") == ("base", [])
+
     second, lines = call("2")
     assert second != "base"
     assert lines == [f"model.py was edited since study base: this call uses study {second} (--force resumes base)"]
@@ -81,3 +82,31 @@ def test_an_edited_file_makes_another_name_that_the_same_text_finds_again(tmp_pa
     named = unknown_job(Script(("train.py",), str(tmp_path)), detect("cpu", 2))
     (runs / "base" / "probe.json").write_text(json.dumps({"profile": {}}))  # of an earlier version
     assert name_since_edits("base", runs, named) == ("base", [])
+
+
+def test_another_value_of_a_variable_that_the_script_reads_makes_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, job = tmp_path / "runs", unknown_job(Script(("train.py",), str(tmp_path)), detect("cpu", 2))
+
+    def call(value: str | None) -> tuple[str, list[str]]:
+        """The name that a call with this BATCH_SIZE has; its folder remembers the value."""
+        monkeypatch.delenv("BATCH_SIZE", raising=False)
+        if value is not None:
+            monkeypatch.setenv("BATCH_SIZE", value)
+        name, lines = name_since_edits("base", runs, job)
+        memory = runs / name / "probe.json"
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        memory.write_text(json.dumps({"profile": {"environment": {"BATCH_SIZE": value}}}))
+        return name, lines
+
+    assert call("2") == ("base", [])
+    second, lines = call("4")
+    assert lines == [
+        f"BATCH_SIZE is 4 instead of 2 since study base: this call uses study {second} (--force resumes base)"
+    ]
+    third, lines = call(None)
+    assert len({"base", second, third}) == 3
+    assert lines[0].startswith("BATCH_SIZE is not set instead of 2 since study base")
+    assert call("4")[0] == second
+    assert call("2") == ("base", [])

@@ -10,7 +10,15 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import resolve_model, shipped_models, workload_spec
 from autotune.script.profile import unknown_job
-from autotune.script.source_digests import digests, edited, edited_since, imported, sources_of, stored_findings
+from autotune.script.source_digests import (
+    Findings,
+    digests,
+    edited,
+    edited_since,
+    imported,
+    sources_of,
+    stored_findings,
+)
 from autotune.search.fingerprint import changes, fingerprint, merged_fingerprint
 from tests.conftest import make_job
 
@@ -99,5 +107,5 @@ def test_what_an_earlier_version_did_not_keep_is_unknown(tmp_path: Path) -> None
 def test_damaged_findings_are_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "probe.json"
     path.write_text(text, errors="surrogateescape")
-    assert stored_findings(path) == ("", {}, {})
-    assert stored_findings(tmp_path / "missing") == ("", {}, {})
+    assert stored_findings(path) == Findings()
+    assert stored_findings(tmp_path / "missing") == Findings()

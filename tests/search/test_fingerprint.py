@@ -214,3 +214,20 @@ def test_the_driver_and_what_torch_is_built_for(
     mark = fingerprint(make_job(), named_hardware("a100-80gb", 2))
     assert mark["versions"].items() >= {"driver": "550.54.15", **found}.items()
     assert "driver" not in fingerprint(make_job(), detect("cpu", 2))["versions"], "CPU ranks do not ask it"
+
+
+def test_variables_that_the_script_reads_are_compared_where_both_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(read: dict[str, str | None]) -> dict:
+        profile = {"environment": read} if read else {}
+        return fingerprint(make_job(script=Script(("train.py",), ".", profile=profile)), detect("cpu", 2))
+
+    before, now = mark({"BATCH_SIZE": "2", "LR": "1"}), mark({"BATCH_SIZE": "4", "EPOCHS": None})
+    assert changes(before, now) == ["BATCH_SIZE is 4 instead of 2"]
+    assert changes(before, mark({})) == changes(mark({}), now) == []
+    assert merged_fingerprint(before, now)["job"]["script"]["profile"]["environment"] == {
+        "BATCH_SIZE": "4",
+        "EPOCHS": None,
+    }
+    monkeypatch.setenv("LR", "1")
+    monkeypatch.delenv("BATCH_SIZE", raising=False)
+    assert other_variables(before) == {"BATCH_SIZE": ("2", None)}

@@ -14,6 +14,7 @@ Each module hooks one library, in ranks that measure (`script_rank.py`) and in t
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
 | `transformers` | TrainingArguments; saves, evaluations and resumes, which a measurement leaves out |
 | `launchers` | subprocess, `os.exec...`, torch's launcher, torch.multiprocessing: a script that starts its ranks itself |
+| `environment` | `os.environ`: the variables that a script reads in its first run, and those that carry knobs |
 | `source_files` | `open`: the configs that a script reads in its first run |
 | `worst_case` | loaders and tokenizers, under `--worst-case` |
 
@@ -26,6 +27,7 @@ from autotune.rank.hooks import (
     accelerate,
     config,
     deepspeed,
+    environment,
     launchers,
     process_group,
     source_files,
@@ -50,6 +52,7 @@ def install(context: Context) -> None:
         transformers.install,
         transformers.install_silence,
         source_files.install,
+        environment.install,
         launchers.install_relaunch,
         launchers.install_spawning,
     ):

@@ -80,6 +80,15 @@ class TrainingObserver:
 
 
 @dataclass
+class VariableRead:
+    """Reads of a variable in a probe run."""
+
+    value: str | None  # before the script ran; None if it was not set
+    text: str = ""  # value that the last read gave, or its default
+    files: set[str] = field(default_factory=set)  # files whose code read it
+
+
+@dataclass
 class Context:
     """Task of one rank's hooks, and their observations so far."""
 
@@ -118,7 +127,9 @@ class Context:
     unsynced: bool = False  # True if the script sums gradients under that engine's `no_sync`
     # accelerate's configs, and their original contents
     plugins: list[tuple[weakref.ref[Any], dict[str, Any]]] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)  # configs opened in a probe run, see `hooks.sources`
+    read: set[str] = field(default_factory=set)  # configs opened in a probe run, see `hooks.source_files`
+    # variables that were read in a probe run, by name, see `hooks.environment`
+    variables: dict[str, VariableRead] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # configs that the script wrote in a probe run
     allowed_tokens: list[int] = field(default_factory=list)  # limits of arguments and tokenizers
     largest: dict[str, dict[str, Any]] = field(default_factory=dict)  # by key of a data set, see `hooks.worst_case`

@@ -15,6 +15,7 @@ from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
 from autotune.script.argument_files import PRODUCTS, argument_names, can_set_knob, with_copies
+from autotune.script.environment import VARIABLE
 from autotune.script.profile import over_present
 from autotune.script.script import (
     FLAGS,
@@ -100,7 +101,7 @@ def merged_arguments(context: Context) -> list[str]:
     known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ()), *typed}
     for knob, flag, value in knob_flags(script, context.candidate):
         # a flag on the command line overrides an argument file
-        if flag in known and (flag in flags or not can_set_knob(script, knob)):
+        if flag in known and not flag.startswith(VARIABLE) and (flag in flags or not can_set_knob(script, knob)):
             argv = with_setting(script, argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:

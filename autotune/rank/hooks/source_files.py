@@ -47,14 +47,14 @@ def found(context: Context) -> list[str]:
     words = [word.partition("=")[2] or word for word in script.arguments]
     paths = [os.path.normpath(os.path.join(script.cwd, word)) for word in words]
     named = [path for path in paths if os.path.exists(path)]
-    code = [*own, *(_outside(context, path) for path in sys.path if path and not _installed(path))]
+    code = [*own, *(users_path(context, path) for path in sys.path if path and not _installed(path))]
     files = {
         path
         for module in list(sys.modules.values())
         if (path := getattr(module, "__file__", None)) and isinstance(path, str) and path.endswith(".py")
     }
-    modules = {_outside(context, path) for path in files}
-    configs = {_outside(context, path) for path in context.read - context.written}
+    modules = {users_path(context, path) for path in files}
+    configs = {users_path(context, path) for path in context.read - context.written}
     kept = {path for path in modules if _below(path, code)}
     kept |= {path for path in configs if _below(path, [*own, *named]) and _is_small(path)}
     if script.path is not None:
@@ -63,7 +63,7 @@ def found(context: Context) -> list[str]:
     return sorted(os.path.relpath(path, script.cwd) if _below(path, [script.cwd]) else path for path in there)
 
 
-def _outside(context: Context, path: str) -> str:
+def users_path(context: Context, path: str) -> str:
     """Return the user's own path of a file in a trial's view."""
     return context.sandbox.users_path(path) if context.sandbox is not None else os.path.abspath(path)
 
@@ -71,7 +71,8 @@ def _outside(context: Context, path: str) -> str:
 def _below(path: str, roots: list[str]) -> bool:
     """Return True if a path lies below one of the folders, outside hidden folders, installed packages and autotune."""
     inside = [os.path.relpath(path, root) for root in roots if path == root or path.startswith(f"{root.rstrip('/')}/")]
-    hidden = all(any(part.startswith(".") and part != "." for part in Path(one).parts) for one in inside)
+    folders = [Path(one).parent.parts for one in inside]
+    hidden = all(any(part.startswith(".") for part in parts) for parts in folders)
     return bool(inside) and not hidden and not _installed(path)
 
 

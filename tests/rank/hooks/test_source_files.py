@@ -19,6 +19,7 @@ open("ds.json").read()
 pathlib.Path("conf/model.yaml").read_text()
 with open("made.json", "w") as file: file.write("{}")
 open("made.json").read()
+open(".env").read(), open(".cache/x.json").read()
 open("data.txt").read(), open("large.json").read(), open("mine/config.json").read(), open(r"%s/config.json").read()
 """
 
@@ -34,10 +35,18 @@ def test_modules_and_configs_are_found(
 ) -> None:
     cwd, scratch, model = tmp_path / "project", tmp_path / "scratch", tmp_path / "model"
     texts = {"ds.json": "{}", "conf/model.yaml": "a: 1", "data.txt": "x", "large.json": " " * (2 << 20)}
-    texts |= {"train.py": SCRIPT % model, "own_model_of_mine.py": "", "unused.py": "", "mine/config.json": "{}"}
+    texts |= {
+        "train.py": SCRIPT % model,
+        "own_model_of_mine.py": "",
+        "unused.py": "",
+        "mine/config.json": "{}",
+        ".env": "A=1",
+    }
     for name, text in texts.items():
         (cwd / name).parent.mkdir(parents=True, exist_ok=True)
         (cwd / name).write_text(text)
+    (cwd / ".cache").mkdir()
+    (cwd / ".cache" / "x.json").write_text("{}")
     model.mkdir()
     (model / "config.json").write_text("{}")
     sandbox = Sandbox(scratch, cwd, protection)
@@ -51,7 +60,7 @@ def test_modules_and_configs_are_found(
     found = source_files.found(made)
     del sys.modules["own_model_of_mine"]
     made.patches.close()
-    configs = ["conf/model.yaml", "ds.json", "mine/config.json", str(model / "config.json")]
+    configs = [".env", "conf/model.yaml", "ds.json", "mine/config.json", str(model / "config.json")]
     mine = [one for one in found if not one.startswith("/") or one.startswith(str(tmp_path))]
     assert mine == sorted(["own_model_of_mine.py", "train.py", *([] if profile else configs)])
     package, library = Path(autotune.__file__).parent, Path(asyncio.__file__).parent
