@@ -258,7 +258,6 @@ def make_setup(job: Job, hardware: Hardware, folder: Path) -> Setup:
         space=load_space("default"),
         candidates=(),
         notes=(),
-        replay_table=None,
         name="s",
         folder=folder,
         storage=None,

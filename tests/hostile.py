@@ -1,9 +1,7 @@
-"""A study, a table and a space of a stranger: each place that could name a program names one that leaves a mark."""
+"""A study and a space of a stranger: each place that could name a program names one that leaves a mark."""
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 import os
 import re
@@ -198,36 +196,6 @@ def _poisoned(value: Any) -> Any:
 def space(marks: Path) -> str:
     """A space file that would run a program if a loader made objects."""
     return f"# {TAGS}\nname: evil\nknobs:\n  zero_stage: !!python/object/apply:os.system ['touch {marks}/space']\n"
-
-
-def table(folder: Path, marks: Path) -> Path:
-    """A table whose job names a workload."""
-    job: dict[str, Any] = {
-        "model": {"name": f"m{TEXT}", "config": {}, "source": "evil_workload.py 0"},
-        "ranks": 2,
-        "seq_len": 32,
-        "precision": "fp32",
-        "workload": "evil_workload:build",
-    }
-    module(folder / "evil_workload.py", marks)
-    facts = {
-        "model": TEXT,
-        "seq_len": 32,
-        "gpu": TEXT,
-        "gpu_memory_gib": 24,
-        "n_gpus": 2,
-        "precision": "fp32",
-        "job": job,
-    }
-    (folder / "t.json").write_text(json.dumps({**facts, "device": "cpu"}))
-    with gzip.open(folder / "t.csv.gz", "wt", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(
-            ["zero_stage", "micro_batch", "accumulation", "peak_gib", "step_seconds", "startup_seconds", "outcome"]
-        )
-        for stage in (0, 1):
-            rows.writerow([stage, 1, 1, 1.0, 0.5, 1.0, "ok"])
-    return folder / "t.csv.gz"
 
 
 # -- what is looked for ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A stranger's study, table and space: reading them runs nothing, and shows texts as texts."""
+"""A stranger's study and space: reading them runs nothing, and shows texts as texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autotune.recovery.ladder import ladder_path, stored_ladder
 from autotune.script.recorded import knob_names
 from autotune.search.study import StudyStore
 from tests.cli_call import call
-from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table
+from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space
 from tests.studies import study_of_every_kind
 
 SLOW = pytest.mark.slow
@@ -38,7 +38,6 @@ READING = [
         pytest.param(words, marks=SLOW)
         for words in (
             ("export", "s"),
-            ("record", "s"),
             ("show", "s", "--json"),
             ("export", "s", "--format", "accelerate"),
             ("export", "s", "--format", "hf"),
@@ -144,15 +143,7 @@ def at_a_terminal(trap: Trap, words: tuple[str, ...], answer: str) -> str:
     return said
 
 
-# -- tables, entries, spaces -----------------------------------------------------------------------------------------------
-
-
-def test_a_tables_workload_is_not_traced(trap: Trap) -> None:
-    found = table(trap.folder, trap.marks)
-    done = trap.call("run", "--executor", f"replay:{found}", "--study", "replayed", "--budget", "1m")
-    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
-    assert "workload evil_workload:build" in done.stderr
-    assert controls(done.stdout + done.stderr) == []
+# -- spaces -----------------------------------------------------------------------------------------------
 
 
 def test_a_hostile_space_is_refused_in_one_line(trap: Trap) -> None:
@@ -195,15 +186,14 @@ def test_a_plan_of_a_hostile_model_shows_texts(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("report", "s"), *(pytest.param(w, marks=SLOW) for w in (("export", "s", "--format", "sbatch"), ("record", "s")))],
+    "words", [("report", "s"), *(pytest.param(w, marks=SLOW) for w in (("export", "s", "--format", "sbatch"),))]
 )
 def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     trap, mine = lay(tmp_path), tmp_path / "bashrc"
     mine.write_text("mine")
-    for name in ("s.html", "s.sbatch", "s.sbatch.meta.json", "s.table.csv.gz"):
+    for name in ("s.html", "s.sbatch", "s.sbatch.meta.json"):
         (trap.study / name).symlink_to(mine)
     done = trap.call(*words)
     assert (done.returncode, mine.read_text()) == (2, "mine")
@@ -306,7 +296,7 @@ def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, t
 # -- values of any type ----------------------------------------------------------------------------------------------------
 
 MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN")
-COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"))
+COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"))
 
 
 @pytest.mark.parametrize(

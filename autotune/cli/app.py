@@ -28,7 +28,7 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import export, record, report, show, spaces_app
+from autotune.cli.study_commands import export, report, show, spaces_app
 from autotune.commands.removed import removed
 from autotune.commands.request import Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
@@ -148,7 +148,6 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
-    record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),
     models: ("models", "models --json", "plan --model gemma-2-2b --gpu h100"),
     doctor: ("doctor", "doctor --python ~/venv/bin/python", "doctor --nvme-path /scratch"),
 }

@@ -1,4 +1,4 @@
-"""The commands show, report, export, record and spaces."""
+"""The commands show, report, export and spaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from autotune.cli.options import (
     option,
 )
 from autotune.errors import readable
-from autotune.util.units import counted
 
 # -- commands for a study ----------------------------------------------------------------------------------------------
 
@@ -105,25 +104,6 @@ def export(
     else:
         usage = usage_lines(style, files, StudyStore.load(study, storage), trial)
         print(*(f"wrote {path}" for path in files), *secrets_note(files), *usage, sep="\n")
-
-
-@readable("the study")
-def record(
-    study: StudyArgument,
-    out: Annotated[
-        Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.", metavar="PATH")
-    ] = None,
-    storage: Storage = None,
-    as_json: Json = False,
-) -> None:
-    """Write a study as a table that `run --executor replay:TABLE` and the search benchmark replay."""
-    from autotune.commands.study_output import record_study
-
-    table, about, count = record_study(study, storage, out)
-    if as_json:
-        emit({"table": str(table), "facts": str(about), "rows": count})
-    else:
-        print(f"wrote {table} ({counted(count, 'candidate')}) and {about}")
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from autotune._version import install_command
-from autotune.commands.request import LOCAL, REPLAY, SCHEDULERS, Request
+from autotune.commands.request import LOCAL, SCHEDULERS, Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
@@ -161,20 +161,15 @@ def _either(names: Sequence[str]) -> str:
 SEVERAL_MACHINES = _either(["--hostfile FILE", *(f"--executor {name}" for name in SCHEDULERS)])
 
 
-def check_executor(executor: str, *, replays: bool) -> None:
+def check_executor(executor: str) -> None:
     """Check the value of `--executor`, the same for all commands.
-
-    Args:
-        replays: a recorded table is accepted, too.
 
     Raises:
         UserError: there is no such executor; the message lists those that there are.
     """
-    kind, _, table = executor.partition(":")
-    if executor in (LOCAL, *SCHEDULERS) or (replays and kind == REPLAY and table):
-        return
-    names = [LOCAL, *SCHEDULERS, *([f"{REPLAY}:TABLE"] if replays else [])]
-    raise UserError(f"--executor {executor}: expected {_either(names)}")
+    names = (LOCAL, *SCHEDULERS)
+    if executor not in names:
+        raise UserError(f"--executor {executor}: expected {_either(names)}")
 
 
 @dataclasses.dataclass

@@ -62,7 +62,7 @@ def launch_training(
         UserError: bad input, or a study of another script.
         NothingFits: no config is predicted to fit.
     """
-    check_executor(request.executor, replays=False)
+    check_executor(request.executor)
     if not request.script:
         study = request.study if request.study and not request.study.endswith(".py") else "STUDY"
         whose = f"--model {request.model} …" if request.model else shlex.quote(study)

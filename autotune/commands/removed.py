@@ -10,6 +10,7 @@ _REPLACEMENTS = {
     "share": "send others runs/NAME/NAME.html of `autotune report NAME`",
     "--no-gallery": "remove it; every search starts from its own predictions",
     "--track": "call autotune.tune(callbacks=[...]) from Python, or open the study in optuna-dashboard",
+    "record": "`benchmarks/search/record.py` of a checkout writes tables of studies",
     "diff": "compare the output of `autotune show STUDY --json` for each study",
     "--html": "redirect the output of `autotune plan`, or use --json",
     "--partition": _SBATCH,

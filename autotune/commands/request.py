@@ -76,7 +76,6 @@ def _option(default: object, *attributes: Any, **more: Any) -> Any:
 # Names that `--executor` takes. The help below, and all messages that list them, are built from these.
 LOCAL = "local"
 SCHEDULERS = ("slurm", "ray")  # transports that bring their own nodes
-REPLAY = "replay"  # followed by `:TABLE`; a training replays no table
 _ON_MACHINES = f"{LOCAL}: this machine or --hostfile; {', '.join(SCHEDULERS)}: nodes of the scheduler"
 
 COMMANDS = ("run", "plan", "launch")
@@ -335,14 +334,7 @@ class Request:
         "1%", "Stop when the expected gain is below this share.", Panel.SEARCH, "run", metavar="SHARE"
     )
     exhaustive: bool = _option(False, "Use the whole budget.", Panel.SEARCH, "run")
-    executor: str = _option(
-        LOCAL,
-        f"{_ON_MACHINES}; {REPLAY}:TABLE: a recorded table.",
-        Panel.NODES,
-        "run launch",
-        metavar="NAME",
-        launch=Variant(f"{_ON_MACHINES}."),
-    )
+    executor: str = _option(LOCAL, f"{_ON_MACHINES}.", Panel.NODES, "run launch", metavar="NAME")
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
     no_references: bool = _option(
         False, "Do not measure DDP and FSDP2 without DeepSpeed for comparison.", Panel.SEARCH, "run"

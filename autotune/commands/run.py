@@ -18,17 +18,16 @@ from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
 from autotune.commands.job_file import COMMAND_FILE, job_text
-from autotune.commands.request import REPLAY, Request
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
-from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
+from autotune.commands.trust import Ask, grant, named_by, remembered_python
 from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor
 from autotune.executors.machine import Slot, protection_of
-from autotune.executors.replay import ReplayExecutor
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -118,19 +117,19 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    clock, uses_ranks = CallClock(), not request.executor.startswith(REPLAY)
+    clock = CallClock()
     confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
-    needed = () if not uses_ranks else TRAINING if request.script or request.workload else NAMED_MODEL
+    needed = TRAINING if request.script or request.workload else NAMED_MODEL
 
     def print_line(text: str) -> None:
         if not quiet:
             # soft_wrap keeps paths in one piece
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
-    known = remembered_python(request, ask) if uses_ranks else None
+    known = remembered_python(request, ask)
     python = ranks_python(request.python, print_line, needed=needed, remembered=known)
     with named_nodes(request, print_line, python) as nodes:
-        return _run(accepted_table(run_setup(request, nodes, python), ask), clock, console, quiet, confirm, callbacks)
+        return _run(run_setup(request, nodes, python), clock, console, quiet, confirm, callbacks)
 
 
 def _run(
@@ -141,7 +140,7 @@ def _run(
     confirm: Callable[[str], bool] | None,
     callbacks: Sequence[Callback],
 ) -> RunSummary:
-    if setup.runs_ranks and setup.hardware.device == "cpu" and setup.request.device == "auto":
+    if setup.hardware.device == "cpu" and setup.request.device == "auto":
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
@@ -164,20 +163,17 @@ def _run(
             nodes = dataclasses.replace(setup.nodes, who=who, print_line=observer.print_line, cancelled=stopped.is_set)
             setup = dataclasses.replace(setup, nodes=nodes)
         kept.enter_context(observer)
-        if setup.runs_ranks:
-            observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
+        observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
         workers = SearchWorkers((lambda candidate: False) if setup.request.parallel_offload else host_bound)
         deadline = StartupDeadline(setup.budget_seconds)
         # a failed worker ends all trials
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
-            opening = first.now()
-            if setup.runs_ranks:  # a replay's clock is simulated
-                opening -= clock.seconds
+            opening = first.now() - clock.seconds
             deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
-            if setup.runs_ranks and setup.job.script is not None:
+            if setup.job.script is not None:
                 with deadline.no_trial():
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
@@ -202,8 +198,7 @@ def _run(
                     )
                     _open(first, observer.print_line)
                 candidates = _with_ops(first, setup.job, candidates, observer.print_line)
-                if setup.runs_ranks:
-                    store.note_extensions(first.ops.folder)
+                store.note_extensions(first.ops.folder)
             executor = first.for_search(setup.job, observer.phase)
             deadline.end_startup()
             # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
@@ -282,15 +277,12 @@ def _open_study(
     with readable("the study"):
         store, resumed = StudyStore.create_or_resume(*of, force=setup.request.force, shared=shared, callbacks=callbacks)
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
-    if setup.runs_ranks:
-        grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
+    grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.print_line)
         agree_on_memory(store, setup.hardware, force=setup.request.force)
     if setup.request.command:
         store.note_command(setup.request.command)
-    if setup.replay_table is not None:
-        store.note_table(setup.replay_table.name)
     for note in setup.notes:
         observer.print_line(note)
     if late := store.finish_late():
@@ -395,18 +387,17 @@ def _summary(
     facts = store.facts()
     if found.winner is not None:
         files = _export(setup, store, found.winner, found.verified, print_line)
-        if setup.runs_ranks:
-            ladder = recovery_ladder(
-                found.winner.candidate,
-                setup.space,
-                store.job,
-                predictor,
-                store.measured(),
-                store.failed(),
-                trains_otherwise=trains_otherwise(store.job, store.records()),
-            )
-            files.append(ladder_path(setup.folder, setup.name))
-            write_ladder(files[-1], ladder, store.job)
+        ladder = recovery_ladder(
+            found.winner.candidate,
+            setup.space,
+            store.job,
+            predictor,
+            store.measured(),
+            store.failed(),
+            trains_otherwise=trains_otherwise(store.job, store.records()),
+        )
+        files.append(ladder_path(setup.folder, setup.name))
+        write_ladder(files[-1], ladder, store.job)
         files += _write_report(setup, store, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         given = (store.threads, environment_of(store, found.winner.candidate))
@@ -501,7 +492,7 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     Raises:
         UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
     """
-    starts = setup.runs_ranks and setup.nodes is None and runs_user_code(setup.job)  # each node answers for itself
+    starts = setup.nodes is None and runs_user_code(setup.job)  # each node answers for itself
     if not starts and not setup.job.has_own_code:  # which is traced here
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
@@ -518,9 +509,7 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
 def first_executor(
     setup: Setup, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
 ) -> Executor:
-    """Return the executor of the first worker: a replay if a table was given, else a local one."""
-    if setup.replay_table is not None:
-        return ReplayExecutor(setup.replay_table, setup.request.seed, setup.hardware.headroom)
+    """Return the executor of the first worker."""
     slot = setup.slots[0] if setup.slots else Slot(setup.hardware, {})
     return _local(setup, slot, work, cancelled, show)
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.environment import Nodes, check_executor
-from autotune.commands.request import REPLAY, Request, flag_of
+from autotune.commands.request import Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
 from autotune.executors.machine import Slot, slots
-from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
@@ -90,7 +89,6 @@ class Setup:
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]  # for display, before the search
     warnings: tuple[str, ...] = ()  # known faults of the user's own config, for display before anything runs
-    replay_table: ReplayTable | None  # the recorded table to search; None: machines are used
     nodes: Cluster | None = None  # the machines, reached; None: this one
     slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
     name: str  # of the study
@@ -99,11 +97,6 @@ class Setup:
     global_batch_size: int | None  # samples per optimizer step, as requested
     budget_seconds: float
     tolerance: float  # share of the speed
-
-    @property
-    def runs_ranks(self) -> bool:
-        """True if trials run in rank processes, unlike those of a recorded table."""
-        return self.replay_table is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,32 +139,24 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
-    replay_table = _replay_table(request, nodes)
-    places: tuple[Slot, ...] = ()
-    notes, said = list[str](), list[str]()
-    if replay_table is not None:
-        # A table's rows end at the memory limit itself, so that no headroom is taken off.
-        headroom = parse_share(request.headroom) if request.headroom else 0.0
-        job, hardware, space = replay_table.job(interpreter), replay_table.hardware(headroom), replay_table.space()
-        candidates = sorted(replay_table.rows, key=str)
+    check_executor(request.executor)
+    typed = typed_command(request, nodes, interpreter, request.ds_config) if request.script else None
+    gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
+    here = dataclasses.replace(request, gpus=gpus)
+    places = _slots(here, nodes, interpreter)
+    hardware = places[0].hardware if places else _machine(here, nodes, interpreter)
+    space = _space(request, hardware)
+    if typed is not None:
+        job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
+        configs = [_own_config(path, interpreter, "the DeepSpeed config") for path in named_configs(typed.script)]
+        said = [line for config in configs for line in ignored_keys(config)]
+        if len(configs) == 1:
+            said += warnings(facts_of(configs[0]), installed_deepspeed(interpreter))
+        candidates, notes = first_candidates(typed.script), own_variables_note(typed)
     else:
-        typed = typed_command(request, nodes, interpreter, request.ds_config) if request.script else None
-        gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
-        here = dataclasses.replace(request, gpus=gpus)
-        places = _slots(here, nodes, interpreter)
-        hardware = places[0].hardware if places else _machine(here, nodes, interpreter)
-        space = _space(request, hardware)
-        if typed is not None:
-            job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
-            configs = [_own_config(path, interpreter, "the DeepSpeed config") for path in named_configs(typed.script)]
-            said = [line for config in configs for line in ignored_keys(config)]
-            if len(configs) == 1:
-                said += warnings(facts_of(configs[0]), installed_deepspeed(interpreter))
-            candidates, notes = first_candidates(typed.script), own_variables_note(typed)
-        else:
-            job, space, notes = _tuned_model(request, space, hardware, interpreter)
-            said = [*ignored_keys(job.base_config), *warnings(own_facts(job), installed_deepspeed(interpreter))]
-            candidates = space.candidates(job)
+        job, space, notes = _tuned_model(request, space, hardware, interpreter)
+        said = [*ignored_keys(job.base_config), *warnings(own_facts(job), installed_deepspeed(interpreter))]
+        candidates = space.candidates(job)
     asked_batch = FREE if request.global_batch_size == FREE else batch
     name = request.study or study_name(job, hardware, asked_batch)
     if not (request.study or request.force):
@@ -185,7 +170,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         candidates=tuple(candidates),
         notes=tuple(notes),
         warnings=(*no_unit, *said),
-        replay_table=replay_table,
         nodes=nodes.cluster if nodes is not None else None,
         slots=places,
         name=name,
@@ -272,26 +256,6 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
 
 
 # -- job, machine and space ----------------------------------------------------------------------------------------------
-
-
-def _replay_table(request: Request, nodes: Nodes | None) -> ReplayTable | None:
-    """Return the table that `--executor replay:TABLE` searches; None for an executor of machines.
-
-    Raises:
-        UserError: see `check_executor`; or there is no such table, or another option contradicts it.
-    """
-    check_executor(request.executor, replays=True)
-    kind, _, table = request.executor.partition(":")
-    if kind != REPLAY:
-        return None
-    if request.parallel != 1:
-        raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
-    if nodes is not None or request.nodes is not None:
-        raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
-    _refuse(request, "memory_cap reserve", "cannot be combined with --executor replay, whose table has its own limit")
-    found = load_replay_table(Path(table))
-    _refuse(request, "space", "cannot be combined with --executor replay, which searches the rows of its table")
-    return found
 
 
 def _tuned_model(

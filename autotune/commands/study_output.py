@@ -1,26 +1,21 @@
-"""Report and record of a study, and its form in Python."""
+"""Report of a study, and its form in Python."""
 
 from __future__ import annotations
 
 import html
-import statistics
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from autotune.commands.request import python_errors
-from autotune.errors import UserError, readable
-from autotune.executors.replay import Row, write_replay_table
-from autotune.problem.candidate import Candidate
-from autotune.problem.models import CAUSAL
-from autotune.problem.outcome import OutcomeKind
+from autotune.errors import readable
 from autotune.results.export import export_store
 from autotune.results.output_files import check_out
 from autotune.results.report.build import study_report, without_secrets
 from autotune.results.report.html import study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, without_garbage_collection
-from autotune.util.units import GIB, counted
+from autotune.search.trials import VERIFY, Record, without_garbage_collection
+from autotune.util.units import counted
 
 if TYPE_CHECKING:
     import pandas
@@ -146,67 +141,4 @@ def _row(record: Record) -> dict[str, Any]:
         "reason": outcome.reason if outcome is not None else "",
         "note": record.note,
         **{f"knob.{name}": value for name, value in record.candidate.as_dict.items()},
-    }
-
-
-# -- record ------------------------------------------------------------------------------------------------------------
-
-
-def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
-    """Write a study's measured candidates as a table for `--executor replay:TABLE`.
-
-    The table goes to `out`, or into the study's folder.
-
-    The peak of a candidate with an OOM is unknown. The table has its lower bound: the capacity plus the missing bytes.
-
-    Returns:
-        The table, its file of facts, and the number of its rows.
-
-    Raises:
-        UserError: there is no such study, it or it has measured nothing.
-    """
-    store = StudyStore.load(study, storage)
-    out = out or output_file(store.folder, f"{store.name}.table.csv.gz")  # NAME.json is the winner's
-    rows = _rows(store)
-    if not any(row.kind is OutcomeKind.OK for row in rows.values()):
-        raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
-    return (*write_replay_table(out, _facts(store), rows), len(rows))
-
-
-def _rows(store: StudyStore) -> dict[Candidate, Row]:
-    records, hardware = store.records(), store.hardware
-    rows: dict[Candidate, Row] = {}
-    started = [r.outcome.outside_seconds for r in records if r.outcome and r.outcome.outside_seconds > 1.0]
-    startup = statistics.median(started) if started else 1.0
-    for record in records:
-        outcome = record.outcome
-        if outcome is None or record.role == RESUME or (record.role != SEARCH and record.candidate in rows):
-            continue
-        if outcome.measurement is not None:
-            measured = outcome.measurement
-            rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, OutcomeKind.OK)
-        elif outcome.kind.is_oom and not hardware.outgrew(outcome.kind, outcome.capacity_bytes):
-            peak_gib = (hardware.capacity_bytes + (outcome.missing_bytes or 0)) / GIB
-            rows[record.candidate] = Row(peak_gib, None, startup, outcome.kind)
-    return rows
-
-
-def _facts(store: StudyStore) -> dict[str, Any]:
-    job, hardware = store.job, store.hardware
-    return {
-        "model": job.model.name,
-        "model_config": job.model.config,
-        "seq_len": job.seq_len,
-        "precision": job.precision,
-        "optimizer": job.optimizer,
-        **({"task": job.task, "image_size": job.image_size} if job.task != CAUSAL else {}),
-        "global_batch_size": job.global_batch_size,
-        "job": job.to_json(),  # complete; the fields above are for readers without autotune
-        "device": hardware.device,
-        "gpu": hardware.name,
-        "gpu_memory_gib": hardware.capacity_bytes / GIB,
-        "n_gpus": job.ranks,
-        "host_memory_gib": hardware.host_memory_bytes / GIB,
-        "recorded_from": store.name,
-        "versions": store.versions,
     }

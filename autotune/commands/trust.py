@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from autotune.commands.environment import names_python
 from autotune.commands.request import Request
-from autotune.commands.setup import Setup
 from autotune.errors import UserError, readable
 from autotune.problem.job import Job
 from autotune.recovery.ladder import stored_ladder
@@ -41,7 +40,7 @@ def accept(origin: str, named: Sequence[RecordedItem], *, trust: bool, ask: Ask 
     """Accept the things that a study names: by an earlier command line of the reader, by `--trust`, or by an answer.
 
     Args:
-        origin: for display: "study NAME", or "table FILE".
+        origin: for display: "study NAME".
         trust: `--trust` is on the command line.
         ask: asks the reader a question; None without a terminal.
 
@@ -67,7 +66,7 @@ def accept_job(origin: str, job: Job, *, trust: bool, ask: Ask | None, besides: 
     """Return a recorded job as one that may run. No other function converts a RecordedJob.
 
     Args:
-        origin: for display: "study NAME", or "table FILE".
+        origin: for display: "study NAME".
         besides: other things that come with it.
 
     Raises:
@@ -156,18 +155,6 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     accepted = accept_job(f"study {store.name}", job, trust=request.trust, ask=ask, besides=named)
     maps = declared(job.script) if job.script is not None else ()
     return Remembered(python.shown if python else None, maps, accepted)
-
-
-def accepted_table(setup: Setup, ask: Ask | None) -> Setup:
-    """Return the setup of `run` with a replayed table's job accepted: its model is traced.
-
-    Raises:
-        UserError: the table names code that the reader does not accept.
-    """
-    if setup.replay_table is None:
-        return setup
-    job = accept_job(f"table {setup.replay_table.name}", setup.job, trust=setup.request.trust, ask=ask)
-    return dataclasses.replace(setup, job=job)
 
 
 def _store(request: Request) -> StudyStore | None:

@@ -1,6 +1,6 @@
 """Executor interface. The search loop does not depend on the implementation.
 
-To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example. `CONTRIBUTING.md`
+To add an executor, implement `Executor` and `Session`; `benchmarks/search/replay.py` is the shortest example. `CONTRIBUTING.md`
 ("How to add an executor") has the steps.
 
 A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks through a `LaunchTarget`, which
@@ -103,7 +103,7 @@ class Session(Protocol):
 
         Raises:
             Unusable: the user's script cannot be tuned with any candidate.
-            UserError: the call cannot continue, such as a replay's table without the candidate.
+            UserError: the call cannot continue.
         """
 
     def close(self) -> None:

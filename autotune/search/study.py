@@ -465,15 +465,6 @@ class StudyStore:
         """Distinct command lines of the calls."""
         return tuple(self.attributes.get("commands", ()))
 
-    def note_table(self, name: str) -> None:
-        """Store the name of the recorded table that the study replays."""
-        self._set("table", name)
-
-    @property
-    def table(self) -> str:
-        """Name of the recorded table; empty if the study measures."""
-        return str(self.attributes.get("table", ""))
-
     def set_winner(self, number: int, why: str) -> None:
         """Store the winner and the reason, and write the note for Optuna's dashboard."""
         self._set("winner", {"number": number, "why": why})

@@ -18,12 +18,12 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import numpy as np
 
-from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.calibration import QUIRKS, TIME, time_priors
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
+from benchmarks.search.replay import ReplayTable, load_replay_table
 
 TABLES = tuple(
     path for name in ("landscapes_real", "landscapes_own") for path in sorted((HERE / "data" / name).glob("*.json"))

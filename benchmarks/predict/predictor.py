@@ -24,7 +24,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import numpy as np
 
-from autotune.executors.replay import load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.predict.trace_data import Trace
@@ -42,6 +41,7 @@ from benchmarks.common import command_line, kept_rows, parse, print_table, write
 from benchmarks.predict.live_error import live_error
 from benchmarks.predict.rows import about, at_least, at_most, judged, percent, spearman
 from benchmarks.predict.throughputs import published
+from benchmarks.search.replay import load_replay_table
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -32,6 +32,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -55,6 +56,7 @@ from benchmarks.common import command_line, kept_rows, parse, print_table, write
 from benchmarks.reliability.large_study import NAME, write_table
 from benchmarks.reliability.planting import SPACE
 from benchmarks.reliability.study_calls import RUN
+from benchmarks.search.replay import replayed
 
 WINDOW = 12  # outcomes
 LIVE, REPLAYED = f"live, two CPU ranks, windows of {WINDOW}", f"as many replayed, windows of {WINDOW}"
@@ -192,8 +194,8 @@ def block_bytes(size: int) -> int:
     return -(-(size if size <= PYMALLOC_BYTES else size + 8) // 16) * 16
 
 
-def child(samples_file: Path, every: int, window: int, words: list[str]) -> None:
-    """Run `autotune WORDS` in this process and sample it after each `every` trials; 0: windows of their own size."""
+def child(samples_file: Path, every: int, window: int, table: Path | None, words: list[str]) -> None:
+    """Run `autotune WORDS` in this process and sample it after each `every` trials; `window` 0: windows of their own size."""
     if window:
         knob_record.MOST_PAIRS = surrogate.MOST_POINTS = tpe.MOST_ANSWERED = tpe.MOST_BEST = window
         predictor._LATEST = slice(-window, None)
@@ -213,7 +215,8 @@ def child(samples_file: Path, every: int, window: int, words: list[str]) -> None
 
     sys.argv = ["autotune", *words]
     fill_numpy_cache()
-    with patch.object(Tuner, "run", running), patch.object(TrialRecorder, "end", ending):
+    searched = replayed(table) if table is not None else nullcontext()
+    with patch.object(Tuner, "run", running), patch.object(TrialRecorder, "end", ending), searched:
         autotune_main()
 
 
@@ -236,7 +239,7 @@ def without_step(y: Sequence[float], at: int) -> list[float]:
     return [*y[:at], *(one - (y[at] - y[at - 1]) for one in y[at:])]
 
 
-def sampled(words: list[str], folder: Path, seconds: float, every: int, window: int = 0) -> Samples:
+def sampled(words: list[str], folder: Path, seconds: float, every: int, window: int = 0, table: str = "") -> Samples:
     """Run `autotune run` with these words as `child` does; it is ended after so many seconds."""
     samples_file = folder / "samples.json"
     command = [
@@ -248,6 +251,7 @@ def sampled(words: list[str], folder: Path, seconds: float, every: int, window: 
         str(every),
         "--window",
         str(window),
+        *(["--table", table] if table else []),
         "--",
         "run",
         *words,
@@ -309,10 +313,11 @@ def main() -> None:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--window", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     arguments = parse(parser, replayed=[30], live=8)
     if arguments.child:
-        return child(arguments.child, arguments.every, arguments.window, arguments.words)
+        return child(arguments.child, arguments.every, arguments.window, arguments.table, arguments.words)
     rows: list[dict[str, Any]] = []
 
     def add(what: str, samples: Samples) -> None:
@@ -329,9 +334,9 @@ def main() -> None:
         alike = [(rows[0]["count"], WINDOW)] if rows else []
         for count, window in [*alike, *((count, 0) for count in arguments.replayed)]:
             write_table(folder, max(4 * count, 200))  # dominance rules two of three out
-            words = ["--executor", f"replay:{NAME}.csv.gz", "--study", f"replayed{count}-{window}", "--budget", "100h"]
+            words = ["--study", f"replayed{count}-{window}", "--budget", "100h"]
             words += ["--exhaustive", "--yes", "--max-trials", str(count)]
-            samples = sampled(words, folder, 3600.0, max(1, count // SAMPLES), window)
+            samples = sampled(words, folder, 3600.0, max(1, count // SAMPLES), window, f"{NAME}.csv.gz")
             add(REPLAYED if window else f"{count} replayed", samples)
     print_table("growth of the tuner", rows)
 

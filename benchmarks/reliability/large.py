@@ -21,11 +21,11 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from benchmarks.common import command_line, parse, print_table, write_json
+from benchmarks.common import HERE, command_line, parse, print_table, write_json
 from benchmarks.reliability.large_study import NAME, write_study, write_table
 from benchmarks.reliability.study_calls import COMMAND
 
-RESUME = ["run", "--executor", f"replay:{NAME}.csv.gz", "--study", NAME, "--yes", "--budget", "30m", "--max-trials"]
+RESUME = ["run", "--study", NAME, "--yes", "--budget", "30m", "--max-trials"]
 TARGETS = {"show": 3.0, "show --json": 3.0, "report": 5.0, "resume, to the first trial": 5.0}
 CASES = {
     "show": ["show", NAME],
@@ -43,8 +43,11 @@ def seconds(case: str, folder: Path) -> tuple[float, float]:
         shutil.copytree(folder, there)
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        command = COMMAND
+        if case.startswith("resume"):
+            command = [sys.executable, str(HERE / "search" / "replay.py"), f"{NAME}.csv.gz"]
         call = subprocess.Popen(
-            [*COMMAND, *CASES[case]], cwd=there, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [*command, *CASES[case]], cwd=there, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert call.stdout is not None
         wall = None

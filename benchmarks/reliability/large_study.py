@@ -1,7 +1,7 @@
 """Write a study of many trials, and the table that replays it: `large_study.py FOLDER [--trials 5000]`.
 
 The trials are stored by `StudyStore`, as a tuner stores them. The table (`FOLDER/large.csv.gz`) has a row for each candidate, so
-that `autotune run --executor replay:FOLDER/large.csv.gz --study large` resumes the study without a GPU. Speeds and peaks are
+that `benchmarks/search/replay.py FOLDER/large.csv.gz run --study large` resumes the study without a GPU. Speeds and peaks are
 the predictor's, with noise: two of three trials fit, as in a recorded study.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from autotune.executors.base import SEARCH as SEARCH_SPEC
 from autotune.executors.base import VERIFY as VERIFY_SPEC
-from autotune.executors.replay import ReplayExecutor, ReplayTable, Row, load_replay_table, write_replay_table
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
@@ -26,6 +25,7 @@ from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH, VERIFY
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayExecutor, ReplayTable, Row, load_replay_table, write_replay_table
 
 NAME = "large"
 NOISE = 0.03  # standard deviation of a logarithm
@@ -66,7 +66,6 @@ def write_study(table: ReplayTable, folder: Path, trials: int, seed: int = 0, he
     runs.mkdir(parents=True)
     job, hardware, space = table.job(), table.hardware(headroom), table.space()
     store, _ = StudyStore.create_or_resume(NAME, default_storage(runs), runs, job, hardware, space)
-    store.note_table(table.name)
     store.begin_call(86_400.0)
     executor = ReplayExecutor(table, seed)
     best: tuple[float, Candidate | None] = (0.0, None)

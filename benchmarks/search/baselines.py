@@ -9,10 +9,10 @@ from typing import Any
 import optuna
 
 from autotune.executors.base import SEARCH, MeasureSpec
-from autotune.executors.replay import ReplayTable
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayTable
 
 FULL = MeasureSpec(full=True, min_steps=5)  # what DeepSpeed's autotuner runs
 Run = Callable[[Candidate, MeasureSpec], Outcome]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.zero_memory import SUMS, TABLES
 from autotune.problem.candidate import Candidate
@@ -18,6 +17,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
 from autotune.search.proposer import Proposal, Proposer
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayExecutor, ReplaySession
 
 
 class Biased(Predictor):

@@ -30,7 +30,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 import yaml
 
 from autotune.commands.script_probe import StartupDeadline, probe
-from autotune.executors.replay import Row, load_replay_table, write_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Lora, Script
@@ -41,6 +40,7 @@ from autotune.script.profile import job_of, unknown_job
 from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
+from benchmarks.search.replay import Row, load_replay_table, write_replay_table
 from benchmarks.trials.ranks import (
     TRAINING_SECONDS,
     opened,

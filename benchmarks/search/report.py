@@ -22,9 +22,9 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 from autotune.commands.study_output import write_study
 from autotune.executors.base import SEARCH
-from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
 from autotune.search.study import StudyStore
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
+from benchmarks.search.replay import ReplayExecutor, ReplayTable, load_replay_table
 
 TABLE = HERE / "data" / "landscapes" / "qwen2.5-0.5b_2xrtx4090.json"
 

@@ -35,7 +35,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 import optuna
 
 from autotune.executors.base import SEARCH, MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
 from autotune.predict import calibration
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
@@ -51,6 +50,7 @@ from benchmarks.predict import cpu_ranks
 from benchmarks.search.baselines import STRATEGIES as BASELINES
 from benchmarks.search.baselines import Strategy
 from benchmarks.search.parts import ABLATIONS, EXECUTORS
+from benchmarks.search.replay import ReplayExecutor, ReplayTable, load_replay_table
 
 DATA = HERE / "data"
 STOPS = (1, 2, 3, 5, 10)  # trials after which a search's bound of the speed left is checked, in addition to its end

@@ -23,7 +23,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 import numpy as np
 import optuna
 
-from autotune.executors.replay import ReplayTable, Row, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import RUNG_KNOBS, Candidate, Value
@@ -32,6 +31,7 @@ from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import Domain, SearchSpace, fitted, load_space
 from autotune.util.units import parse_duration
 from benchmarks.common import command_line, parse, print_table, write_json
+from benchmarks.search.replay import ReplayTable, Row, load_replay_table
 from benchmarks.search.search import DATA, autotune, middle, summarise
 
 SPACES = ("default", "full", "lossy")

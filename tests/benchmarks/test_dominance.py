@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.executors.replay import load_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
 from autotune.search.pruning import Dominance, DominanceRules
 from benchmarks.predict.published import published_cases
+from benchmarks.search.replay import load_replay_table
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 TABLES = sorted(DATA.glob("landscapes*/*.csv.gz"))

@@ -13,7 +13,7 @@ from benchmarks.reliability.growth import slope
 from benchmarks.reliability.kills import RANK, SERVER, TUNER, VICTIMS
 from benchmarks.reliability.large_study import write_study, write_table
 from benchmarks.reliability.recovery import recoveries
-from tests.cli_call import call
+from tests.cli_call import replay
 
 
 def test_a_slope_lies_in_its_interval_and_no_growth_gives_none() -> None:
@@ -36,8 +36,8 @@ def test_the_generated_study_resumes_from_its_table(
     write_study(write_table(tmp_path, 40), tmp_path, 12)
     monkeypatch.chdir(tmp_path)
     assert len(StudyStore.load("large").records()) == 12
-    again = ["--executor", "replay:large.csv.gz", "--study", "large", "--yes", "--max-trials", "1", "--budget", "10m"]
-    code, out, err = call(monkeypatch, capsys, "run", *again)
+    again = ["--study", "large", "--yes", "--max-trials", "1", "--budget", "10m"]
+    code, out, err = replay(monkeypatch, capsys, Path("large.csv.gz"), *again)
     assert (code, err) == (0, "")
     assert "12 trials in" in out
     assert len(StudyStore.load("large").records()) > 12

@@ -3,11 +3,11 @@ import math
 import numpy as np
 import pytest
 
-from autotune.executors.replay import load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.search.proposer import Proposer
 from benchmarks.search.parts import ABLATIONS, MISLED, WRONG, Biased
+from benchmarks.search.replay import load_replay_table
 from benchmarks.search.search import DATA, one, times_fewer
 
 LANDSCAPE = load_replay_table(DATA / "landscapes" / "gemma-2-2b_4xrtx3090.csv.gz")

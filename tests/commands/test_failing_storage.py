@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.search.study import StudyStore
-from tests.cli_call import call
+from tests.cli_call import call, replay
 from tests.studies import study_of_every_kind
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -63,9 +63,9 @@ def test_a_run_whose_storage_fails_ends_with_4(
         finish(store, number, outcome)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StudyStore, "finish", failing)
-    words = ("run", "--executor", f"replay:{TABLE}", "--study", "s", "--budget", "1h", "--yes")
+    words = ("--study", "s", "--budget", "1h", "--yes")
     with limits_restored():
-        code, out, err = call(monkeypatch, capsys, *words)
+        code, out, err = replay(monkeypatch, capsys, TABLE, *words)
     assert code == 4, out + err
     assert "Traceback" not in out + err
     last = err.strip().splitlines()[-1]
@@ -79,7 +79,7 @@ def test_a_run_whose_storage_fails_ends_with_4(
         assert kept + in_files >= 3, last
 
 
-@pytest.mark.parametrize("words", [("export",), ("report",), ("record",)])
+@pytest.mark.parametrize("words", [("export",), ("report",)])
 def test_a_full_disk_is_the_machines_trouble_for_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.search.storage import lock_study
-from tests.cli_call import call
+from tests.cli_call import call, replay
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
@@ -19,16 +19,16 @@ def test_a_study_that_is_held_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = ("run", "--executor", f"replay:{TABLE}", "--budget", "5m", "--max-trials", "1", "--yes", "--study", "s")
-    assert call(monkeypatch, capsys, *run)[0] == 0
+    run = ("--budget", "5m", "--max-trials", "1", "--yes", "--study", "s")
+    assert replay(monkeypatch, capsys, TABLE, *run)[0] == 0
     held = lock_study(Path("runs/s"), "s")
     before = files_in(tmp_path)
     # another job and another machine: had it looked at them first, it would complain of them, or take them over
-    code, _, err = call(monkeypatch, capsys, *run, "--headroom", "30%", *force)
+    code, _, err = replay(monkeypatch, capsys, TABLE, *run, "--headroom", "30%", *force)
     assert (code, files_in(tmp_path)) == (2, before)
     assert "another autotune run holds study 's'" in err
     held.release()
-    assert call(monkeypatch, capsys, *run)[0] == 0, "and the lock is let go at the end of a call"
+    assert replay(monkeypatch, capsys, TABLE, *run)[0] == 0, "and the lock is let go at the end of a call"
 
 
 def test_no_script_is_run_for_a_study_that_is_held(

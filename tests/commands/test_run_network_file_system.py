@@ -11,7 +11,8 @@ from autotune.problem.outcome import OutcomeKind
 from autotune.recovery.trainer_callback import WARMUP_STEPS, StudyCallback
 from autotune.search.study import StudyStore
 from autotune.search.trials import TRAINING
-from tests.cli_call import call
+from benchmarks.search.record import record
+from tests.cli_call import call, replay
 from tests.network import mount
 from tests.studies import study_of_every_kind
 
@@ -25,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_show_export_record_and_launch(
+def test_show_export_and_launch(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("s", "runs/s"):
@@ -33,23 +34,24 @@ def test_show_export_record_and_launch(
         assert code == 0, err
         assert len(json.loads(out)["trials"]) == len(OutcomeKind) + 2
     assert call(monkeypatch, capsys, "show", "x")[2].count("there are s") == 1
-    assert call(monkeypatch, capsys, "export", "s")[0] == call(monkeypatch, capsys, "record", "s")[0] == 0
+    assert call(monkeypatch, capsys, "export", "s")[0] == 0
     store = StudyStore.load("s")
     assert store.winner is not None
     assert ladder_of(store, store.job, store.winner.candidate, False)[0].candidate == store.winner.candidate
     assert {path.name for path in Path("runs/s").iterdir()} == {
-        *("study.journal", "s.json", "s.meta.json", "s.table.csv.gz", "s.table.json", "s.ladder.json")
+        *("study.journal", "s.json", "s.meta.json", "s.ladder.json")
     }, "no database beside it, and no lock is left"
 
 
 def test_run_resumes_it(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    call(monkeypatch, capsys, "record", "s", "--out", "t.csv.gz")
-    replay = ("run", "--executor", "replay:t.csv.gz", "--budget", "5m", "--yes", "--study")
-    assert call(monkeypatch, capsys, *replay, "again")[0] == 0
-    code, out, err = call(monkeypatch, capsys, *replay, "again")
+    table = Path("t.csv.gz")
+    record(StudyStore.load("s"), table)
+    words = ("--budget", "5m", "--yes", "--study")
+    assert replay(monkeypatch, capsys, table, *words, "again")[0] == 0
+    code, out, err = replay(monkeypatch, capsys, table, *words, "again")
     assert code == 0, err
     assert "study again goes on" in out + err
-    code, out, err = call(monkeypatch, capsys, *replay, "elsewhere", "--storage", "journal:own.journal")
+    code, out, err = replay(monkeypatch, capsys, table, *words, "elsewhere", "--storage", "journal:own.journal")
     assert code == 0, err
     assert "winner: " in call(monkeypatch, capsys, "show", "elsewhere", "--storage", "journal:own.journal")[1]
     assert not list(Path("runs").glob("*/study.db"))

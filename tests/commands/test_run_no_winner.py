@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autotune.executors.replay import ReplaySession, load_replay_table, write_replay_table
 from autotune.problem.outcome import Outcome, OutcomeKind
-from tests.cli_call import call
+from benchmarks.search.replay import ReplaySession, load_replay_table, write_replay_table
+from tests.cli_call import replay
 
 TABLE = Path(__file__).parent.parent / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
@@ -23,7 +23,7 @@ def too_large(path: Path) -> int:
     return len(largest)
 
 
-RUN = ("run", "--executor", "replay:t.csv.gz", "--headroom", "60%", "--study", "s", "--budget", "5m", "--yes")
+RUN = ("--headroom", "60%", "--study", "s", "--budget", "5m", "--yes")
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_a_call_without_a_winner_ends_with_its_trials_and_its_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = too_large(tmp_path / "t.csv.gz")
-    code, _, err = call(monkeypatch, capsys, *RUN, *options)
+    code, _, err = replay(monkeypatch, capsys, Path("t.csv.gz"), *RUN, *options)
     assert code == 3, err
     (last,) = (line for line in err.splitlines() if reason in line)
     count = 2 if options else rows
     assert last.startswith(f"{count} trials ({count} ok) in ")
-    code, out, _ = call(monkeypatch, capsys, *RUN, *options, "--json", "--study", "j")
+    code, out, _ = replay(monkeypatch, capsys, Path("t.csv.gz"), *RUN, *options, "--json", "--study", "j")
     assert code == 3
     told = json.loads(out)
     assert (told["winner"], told["verified"], told["ended"]) == (None, False, reason)
@@ -60,7 +60,7 @@ def test_a_call_that_is_stopped_without_a_winner_says_so(
 
     monkeypatch.setattr(ReplaySession, "measure", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    code, out, err = call(monkeypatch, capsys, *RUN)
+    code, out, err = replay(monkeypatch, capsys, Path("t.csv.gz"), *RUN)
     assert code == 130, err
     said, last = out.splitlines()[-2:]
     assert said == "stopped without a winner"
@@ -81,6 +81,6 @@ def test_a_second_ctrl_c_stops_at_once_and_says_that_trials_are_kept(
         raise AssertionError("the second one has ended it")
 
     monkeypatch.setattr(ReplaySession, "measure", interrupted)
-    code, _, err = call(monkeypatch, capsys, *RUN)
+    code, _, err = replay(monkeypatch, capsys, Path("t.csv.gz"), *RUN)
     assert code == 130
     assert err.splitlines()[-1] == "autotune: stopped at once; measured trials are kept, and the same command goes on"

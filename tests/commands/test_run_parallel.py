@@ -72,7 +72,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     study, hardware = tmp_path / "runs" / "s", detect("cpu", 1)
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
     place: Any = SimpleNamespace(hardware=hardware, variables={})
-    about = {"candidates": (), "request": Request(), "nodes": None, "replay_table": None}
+    about = {"candidates": (), "request": Request(), "nodes": None}
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
     first = first_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)
@@ -107,13 +107,3 @@ def test_what_cannot_be_had_is_one_line(
     assert code == 2
     assert said in err.splitlines()[-1]
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_table_has_no_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
-    monkeypatch.chdir(tmp_path)
-    code, _, err = call(monkeypatch, capsys, "run", "--executor", f"replay:{table}", "--parallel", "2", "--yes")
-    assert code == 2
-    assert "Remove --parallel" in err

@@ -11,10 +11,10 @@ from autotune.commands.run import run_study
 from autotune.commands.setup import plan_setups
 from autotune.commands.study_output import record_study
 from autotune.errors import UserError
-from autotune.executors.replay import load_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.results.export import training_changes
 from autotune.search.study import StudyStore
+from benchmarks.search.replay import load_replay_table
 from tests.conftest import make_job
 
 

@@ -9,20 +9,20 @@ from autotune.commands.request import Request
 from autotune.commands.setup import plan_setups, run_setup
 from autotune.errors import UserError
 from autotune.results.output_files import check_out
-from tests.cli_call import call
+from tests.cli_call import replay
 
 TABLE = Path(__file__).parent.parent / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
-REPLAY = ("run", "--executor", f"replay:{TABLE}", "--study", "s", "--budget", "4m", "--max-trials", "4", "--yes")
+REPLAY = ("--study", "s", "--budget", "4m", "--max-trials", "4", "--yes")
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, -(2**70)])
 def test_a_seed_that_no_generator_takes(seed: int) -> None:
     with pytest.raises(UserError, match=r"--seed.*: expected a whole number"):
-        run_setup(Request(executor=f"replay:{TABLE}", study="s", seed=seed))
+        run_setup(Request("tiny-llama", 1, device="cpu", study="s", seed=seed))
 
 
 def test_the_last_seed_there_is() -> None:
-    assert run_setup(Request(executor=f"replay:{TABLE}", study="s", seed=2**32 - 1)).request.seed == 2**32 - 1
+    assert run_setup(Request("tiny-llama", 1, device="cpu", study="s", seed=2**32 - 1)).request.seed == 2**32 - 1
 
 
 def test_where_a_winner_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_a_file_that_became_a_folder_costs_no_winner(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("autotune.commands.setup.check_out", lambda *_, **__: None)
     (tmp_path / "out").mkdir()
-    code, out, err = call(monkeypatch, capsys, *REPLAY, "--out", "out")
+    code, out, err = replay(monkeypatch, capsys, TABLE, *REPLAY, "--out", "out")
     assert code == 0, err
     assert "out cannot be written" in out
     assert "wrote runs/s/s.json" in out

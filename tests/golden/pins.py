@@ -31,6 +31,7 @@ from unittest import mock
 
 import autotune
 from autotune.util import entry_points
+from benchmarks.search.replay import replayed
 from tests.sources import tree_of
 
 HERE = Path(__file__).parent
@@ -163,8 +164,7 @@ def stored_study(name: str) -> Callable[[Path], Texts]:
             found["show.txt"] = call("show", STUDY, columns=120)
             for style in FORMATS:
                 found[f"export-{style}.txt"] = call("export", STUDY, "--format", style)
-            for command in ("report", "record"):
-                found[f"{command}.txt"] = call(command, STUDY)
+            found["report.txt"] = call("report", STUDY)
         found["files.txt"] = files(home)
         for path in sorted(home.iterdir()):
             if path.suffix in (".json", ".html", ".yaml", ".py", ".sh", ".sbatch"):
@@ -220,12 +220,12 @@ def searches(tables: str, budget: str, seeds: int, strategies: str) -> Callable[
 
 
 def resumed_study(folder: Path) -> Texts:
-    """A study of `run --executor replay:TABLE`, stopped after some trials and resumed: what is written of it."""
+    """A study of `run` that searches a recorded table, stopped after some trials and resumed: what is written of it."""
     table = folder / "table.csv.gz"
     for end in (".csv.gz", ".json"):
         shutil.copy(TABLES / "landscapes_own" / f"tiny-llama_2xcpu{end}", folder / f"table{end}")
-    run = ("run", "--executor", f"replay:{table}", "--study", "s", "--seed", "3", "--budget", "5m", "--yes", "--json")
-    with _chdir(folder):
+    run = ("run", "--study", "s", "--seed", "3", "--budget", "5m", "--yes", "--json")
+    with _chdir(folder), replayed(table):
         call(*run, "--max-trials", "5")
         call(*run, "--max-trials", "12")
         trials = json.loads(call("show", "s", "--json"))["trials"]

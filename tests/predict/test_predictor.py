@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict import trace as traced_module
 from autotune.predict.calibration import MEMORY, Neighbours, Prior, fit, overhead_prior
 from autotune.predict.features import padded_tokens
@@ -20,6 +19,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayTable, load_replay_table
 from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

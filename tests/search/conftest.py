@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.replay import ReplayTable, load_replay_table
+from benchmarks.search.replay import ReplayTable, load_replay_table
 from tests.postgres import Postgres, made_postgres, why_not
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

@@ -14,7 +14,6 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -25,6 +24,7 @@ from autotune.search.study import StudyStore
 from autotune.search.surrogate import first_order_key
 from autotune.search.trials import SEARCH
 from autotune.search.tuner import SearchSummary, Tuner
+from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable
 from tests.conftest import make_candidate
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

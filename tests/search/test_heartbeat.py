@@ -18,7 +18,6 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -34,6 +33,7 @@ from autotune.search.study import StudyStore
 from autotune.search.trials import ABANDONED, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, outcomes_kept_in_folder
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB, MIB
+from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from tests.conftest import make_candidate, make_job, wait_until
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

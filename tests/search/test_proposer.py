@@ -2,7 +2,6 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.executors.replay import ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
@@ -14,6 +13,7 @@ from autotune.search.pruning import Dominance
 from autotune.search.stopping import StopReason
 from autotune.search.surrogate import first_order_key
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayTable
 from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

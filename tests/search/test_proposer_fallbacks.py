@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.replay import ReplayTable, Row
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
@@ -14,6 +13,7 @@ from autotune.problem.space import load_space
 from autotune.search.proposer import Proposer
 from autotune.search.stopping import StopReason
 from autotune.util.units import MIB
+from benchmarks.search.replay import ReplayTable, Row
 from tests.conftest import capped_ranks, make_job
 from tests.search.test_tuner import search
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -18,6 +17,7 @@ from autotune.search.knob_record import KnobRecord
 from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, LOOSE_BOUND, Decision, Proposal, Proposer
 from autotune.search.stopping import LEAST_MEASURED, Stop, StopReason
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayTable, load_replay_table
 from tests.search.test_proposer import TABLE, measured_as, result, small_space
 
 SCRIPT_TABLE = Path(__file__).parents[2] / "benchmarks" / "data" / "landscapes_real" / "encoder-script_2xcpu.csv.gz"

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.executors.replay import ReplayExecutor, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.tuner import NullObserver, SearchSummary, Tuner
+from benchmarks.search.replay import ReplayExecutor, ReplayTable
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -20,6 +19,7 @@ from autotune.search.surrogate import SpeedMemoryModel
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 LITTLE, MUCH = 12 * GIB, 22 * GIB

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.executors.replay import load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import named_hardware
@@ -14,6 +13,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search import surrogate as module
 from autotune.search.surrogate import SpeedMemoryModel, student_cdf
 from autotune.util.units import GIB
+from benchmarks.search.replay import load_replay_table
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 

@@ -13,7 +13,6 @@ from autotune.errors import MachineError, UserError
 from autotune.executors.base import SEARCH as SEARCH_SPEC
 from autotune.executors.base import MeasureSpec, too_slow_outcome
 from autotune.executors.local import no_space_outcome
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, Row, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate, samples
@@ -29,6 +28,7 @@ from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
 from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
 from autotune.util.units import GIB, MIB
+from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable, Row, load_replay_table
 from tests.conftest import make_candidate, make_job
 
 REAL_TABLES = Path(__file__).parents[2] / "benchmarks" / "data" / "landscapes_real"

@@ -8,7 +8,6 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -22,6 +21,7 @@ from autotune.search.study import StudyStore
 from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
 from autotune.search.tuner import NullObserver, References, SearchSummary, Tuner
 from autotune.util.units import GIB
+from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import machine, measured, ran_out
 

@@ -1,6 +1,5 @@
 """What enters from outside is within bounds, or ends in one line."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -228,16 +227,6 @@ def test_any_model(tmp_path: Path, key: str, value: Any) -> None:
     read_or_refused(lambda: resolve_model(str(tmp_path / "config.json")))
 
 
-@FILES
-@given(facts=VALUES, row=st.text(max_size=40))
-def test_any_table(tmp_path: Path, facts: Any, row: str) -> None:
-    from autotune.executors.replay import load_replay_table
-
-    (tmp_path / "t.json").write_text(json.dumps(facts))
-    (tmp_path / "t.csv").write_text(f"zero_stage,peak_gib,step_seconds,startup_seconds,outcome\n{row}\n")
-    read_or_refused(lambda: load_replay_table(tmp_path / "t"))
-
-
 def test_a_pipe_is_read_until_its_writers_close_it_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,17 +246,6 @@ def test_a_device_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bounds, "MOST_BYTES", 9)
     with pytest.raises(UserError, match=r"^F has more than 9 bytes: more$"):
         bounds.read_text(Path("/dev/zero"), "F", "more")
-
-
-def test_a_compressed_table_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune.executors import replay
-
-    monkeypatch.setattr(replay, "MOST_BYTES", 1 << 20)
-    (tmp_path / "t.json").write_text("{}")
-    with gzip.open(tmp_path / "t.csv.gz", "wb") as file:
-        file.write(bytes(1 << 21))
-    with pytest.raises(UserError, match=r"t.csv.gz has more than 1048576 bytes"):
-        replay.load_replay_table(tmp_path / "t")
 
 
 def write(path: Path, text: str | bytes) -> None:

@@ -2,7 +2,9 @@
 
 A table is `NAME.csv.gz` (or `NAME.csv`) with one row per candidate: its knobs, then `peak_gib`, `step_seconds`,
 `startup_seconds` and `outcome`. `NAME.json` next to it describes the job and the machine, with the complete job under
-`job`, or a few keys instead. `autotune record` writes such tables.
+`job`, or a few keys instead. `record.py` writes such tables.
+
+`python benchmarks/search/replay.py TABLE run --study NAME …` is `autotune run` on a table, as is `replayed` in a process.
 """
 
 from __future__ import annotations
@@ -14,11 +16,22 @@ import io
 import json
 import math
 import random
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
+from autotune.cli import app
+from autotune.commands.environment import Nodes
+from autotune.commands.request import Request
+from autotune.commands.run import CallClock
+from autotune.commands.setup import Setup, run_setup, study_folder, study_name
 from autotune.errors import UserError, did_you_mean
 from autotune.executors.base import Executor, MeasureSpec, Session, too_slow_outcome
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
@@ -31,17 +44,12 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.space import Domain, SearchSpace
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
 from autotune.script.recorded import recorded_job
-from autotune.util.bounds import MOST_BYTES, parse_json, read_text
-from autotune.util.files import cannot_write, remove_file, write_atomically
 from autotune.util.interpreter import OWN, Interpreter
-from autotune.util.units import GIB
+from autotune.util.units import GIB, parse_share
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
 OOM_SECONDS = 2.0
 NOISE = 0.02  # log-normal sigma of a measured step time
-
-
-_FACTS = "expected the job and machine of a table, as `autotune record` writes them"
 
 
 @dataclass(frozen=True)
@@ -158,13 +166,9 @@ def load_replay_table(path: Path) -> ReplayTable:
             f"no table {path}{did_you_mean(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it"
         )
     try:
-        facts = parse_json(read_text(about, str(about), _FACTS), str(about), _FACTS)
-        if not isinstance(facts, dict):
-            raise UserError(f"{about}: {_FACTS}")
+        facts = json.loads(about.read_text(encoding="utf-8"))
         with gzip.open(table) if table.suffix == ".gz" else table.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise UserError(f"{table} has more than {MOST_BYTES} bytes: record a smaller study")
+            data = file.read()
         needed = ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision")
         if missing := [key for key in needed if key not in facts]:
             raise UserError(f"{about}: no {missing[0]!r}; expected the job and machine of the table")
@@ -198,11 +202,7 @@ def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
 
 
 def write_replay_table(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row]) -> tuple[Path, Path]:
-    """Write `NAME.csv.gz` and `NAME.json` for `load_replay_table`, and return the two paths.
-
-    Raises:
-        UserError: they cannot be written, or `NAME.json` exists and belongs to no table, such as a study's winner.
-    """
+    """Write `NAME.csv.gz` and `NAME.json` for `load_replay_table`, and return the two paths."""
     stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
     names = sorted({name for candidate in rows for name, _ in candidate.knobs})
     out = io.StringIO()
@@ -214,28 +214,10 @@ def write_replay_table(path: Path, facts: dict[str, Any], rows: dict[Candidate, 
         knobs = [candidate.get(name, "") for name in names]
         writer.writerow([*knobs, peak, step, f"{row.startup_seconds:.3f}", row.kind.value])
     table, about = path.parent / f"{stem}.csv.gz", path.parent / f"{stem}.json"
-    known = _facts_in(about)
-    if about.exists() and known is None:
-        raise UserError(
-            f"{about} is there and is of no table, and would be written over: name another file than {path}"
-        )
-    try:
-        if known != facts:
-            remove_file(about)  # rows of one machine never coexist with the facts of another
-        write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
-        write_atomically(about, json.dumps(facts, indent=1) + "\n")
-    except OSError as error:
-        raise cannot_write(table, error, "name another file") from None
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_bytes(gzip.compress(out.getvalue().encode(), mtime=0))
+    about.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return table, about
-
-
-def _facts_in(about: Path) -> dict[str, Any] | None:
-    """Return a table's facts from a JSON file; None if it is missing or belongs to no table."""
-    try:
-        facts = json.loads(about.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return facts if isinstance(facts, dict) and {"model", "gpu", "n_gpus"} <= facts.keys() else None
 
 
 def read_value(name: str, word: str) -> Value:
@@ -398,3 +380,55 @@ class ReplaySession(Session):
     def close(self) -> None:
         """End the session."""
         self.alive = False
+
+
+# -- whole calls ---------------------------------------------------------------------------------------------------------
+
+
+class _NoClock(CallClock):
+    """Clock of a replayed call: only simulated seconds count, so that a call can be repeated exactly."""
+
+    @property
+    def seconds(self) -> float:
+        """Return 0."""
+        return 0.0
+
+
+@contextmanager
+def replayed(path: Path) -> Iterator[None]:
+    """Let `autotune run` in this process search a table in place of this machine. Job, machine and space are the table's."""
+    table = load_replay_table(path)
+
+    def setup_of(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> Setup:
+        stand_in = dataclasses.replace(request, model="tiny-llama", device="cpu", gpus=1)
+        headroom = parse_share(request.headroom) if request.headroom else 0.0
+        job, hardware = table.job(interpreter), table.hardware(headroom)
+        name = request.study or study_name(job, hardware)
+        return dataclasses.replace(
+            run_setup(stand_in, nodes, interpreter),
+            job=job,
+            hardware=hardware,
+            space=table.space(),
+            candidates=tuple(sorted(table.rows, key=str)),
+            notes=(),
+            name=name,
+            folder=study_folder(request.runs, name),
+        )
+
+    def executor_of(setup: Setup, *others: object) -> ReplayExecutor:
+        return ReplayExecutor(table, setup.request.seed, setup.hardware.headroom)
+
+    with mock.patch.multiple(
+        "autotune.commands.run", run_setup=setup_of, first_executor=executor_of, CallClock=_NoClock
+    ):
+        yield
+
+
+def main() -> None:
+    """Run the command line after the table's path."""
+    with replayed(Path(sys.argv.pop(1))):
+        app.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,9 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import SEARCH, VERIFY
-from autotune.executors.replay import OOM_SECONDS, ReplayExecutor, load_replay_table, read_value
 from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB
+from benchmarks.search.replay import OOM_SECONDS, ReplayExecutor, load_replay_table, read_value
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
