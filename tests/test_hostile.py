@@ -155,6 +155,7 @@ def test_a_hostile_space_is_refused_in_one_line(trap: Trap) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("aliases", ["lists", "merged", "itself"])
 def test_a_small_file_that_expands_to_a_large_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], aliases: str
@@ -166,12 +167,10 @@ def test_a_small_file_that_expands_to_a_large_one_is_refused(
     rows = [f"l0: &l0 {one}", *(f"l{n}: &l{n} {many.format(', '.join([f'*l{n - 1}'] * 9))}" for n in range(1, 12))]
     (tmp_path / "bomb.yaml").write_text("knobs:\n  zero_stage: [0]\n" + "\n".join(rows))
     monkeypatch.chdir(tmp_path)
-    began = time.monotonic()
     for words in (("spaces", "validate", "bomb.yaml"), ("run", "bomb.yaml")):
         code, _, err = call(monkeypatch, capsys, *words)
         assert (code, len(err.strip().splitlines())) == (2, 1), err
         assert ("lies within what it names" if aliases == "itself" else "expand to more than") in err
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
@@ -265,12 +264,11 @@ def test_a_study_that_is_no_file_of_a_disk_is_one_line(
         assert "study.db" in err
 
 
+@pytest.mark.timeout(120)  # a writer of the pipe never comes
 @pytest.mark.parametrize("kind", ODD_FILES)
 def test_an_odd_file_in_the_place_of_a_ladder_is_none(tmp_path: Path, kind: str) -> None:
     ODD_FILES[kind](ladder_path(tmp_path, "s"))
-    began = time.monotonic()
     assert stored_ladder(tmp_path, "s") == []
-    assert time.monotonic() - began < 30, "the writer of a pipe is not waited for"
 
 
 def test_a_link_beside_a_database_is_named(tmp_path: Path) -> None:

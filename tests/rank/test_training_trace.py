@@ -2,7 +2,6 @@
 
 import gc
 import math
-import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from autotune.rank.hooks import deepspeed as hooks
 from autotune.rank.training_trace import TraceRecorder, _projected
 from autotune.search.certificate import same_weights
 
-QUEUED_SECONDS, SCALE = 0.1, 1024.0
+SCALE = 1024.0
 
 
 class FP16_UnfusedOptimizer:  # DeepSpeed's name
@@ -84,18 +83,25 @@ def test_skipped_steps_are_recorded_and_do_not_count(engine: Engine) -> None:
 def test_work_that_the_training_has_queued_is_not_time_of_recording(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queued = [QUEUED_SECONDS]
+    queued, now = [60.0], 0.0
 
     def synchronize() -> None:
-        time.sleep(queued.pop() if queued else 0.0)
+        nonlocal now
+        now += queued.pop() if queued else 0.0
+
+    def tick() -> float:
+        nonlocal now
+        now += 0.25
+        return now
 
     monkeypatch.setattr(devices, "in_use", lambda: True)
     monkeypatch.setattr(devices, "generator_state", lambda: None)
     monkeypatch.setattr(devices, "synchronize", synchronize)
+    monkeypatch.setattr("time.perf_counter", tick)
     recorder = TraceRecorder()
     recorder.before_step(engine)
     assert not queued
-    assert 0 < recorder.take_seconds() < QUEUED_SECONDS
+    assert recorder.take_seconds() == 0.25
     assert recorder.take_seconds() == 0
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -280,13 +279,13 @@ def test_a_step_down_has_ends_of_its_own(launch: Launch) -> None:
     assert (summary.code, rungs(summary)) == (0, [0, 0, 0, 1, 1, 1])
 
 
+@pytest.mark.timeout(300)
 def test_a_signal_ends_the_waiting(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "_wait", _WAIT)
-    sent = list[float]()
+    monkeypatch.setattr(supervisor, "PAUSES_SECONDS", (3600.0,))
 
     def interrupt() -> None:
-        wait_until(lambda: any(line.endswith("same config in 10.0 s") for line in launch.says), "the pause")
-        sent.append(time.monotonic())
+        wait_until(lambda: any("same config in " in line for line in launch.says), "the pause")
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
@@ -296,7 +295,6 @@ def test_a_signal_ends_the_waiting(launch: Launch, monkeypatch: pytest.MonkeyPat
     thread.join()
     assert (summary.code, rungs(summary)) == (128 + signal.SIGTERM, [0])
     assert "stopped by SIGTERM" in launch.says[-1]
-    assert time.monotonic() - sent[0] < 10.0
 
 
 @pytest.mark.few(1)

@@ -1,7 +1,6 @@
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,6 +175,7 @@ class Stuck(Pictures):
 
 
 @pytest.mark.few(1)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ends", "why"), [(True, "exited unexpectedly"), (False, "timed out")])
 def test_a_worker_that_dies_or_hangs_ends_the_reading(
     context: Callable, monkeypatch: pytest.MonkeyPatch, ends: bool, why: str
@@ -185,9 +185,7 @@ def test_a_worker_that_dies_or_hangs_ends_the_reading(
     worst_case.install(made)
     data = Stuck(ends)
     data.lock.acquire()
-    began = time.monotonic()
     numbers(DataLoader(data, 4, collate_fn=collate))
-    assert time.monotonic() - began < 30
     assert why in made.unread
     assert made.largest == {}
 
