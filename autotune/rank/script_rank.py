@@ -655,16 +655,17 @@ class SavedTensors:
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         self._open, self._inside, self._patches = True, False, Patches()
-        apply: Any = vars(torch.autograd.Function)["apply"]
+        original: Any = vars(torch.autograd.Function)["apply"]  # a method of C since torch 2.14
 
-        @functools.wraps(apply.__func__)
+        @functools.wraps(torch.autograd.Function.apply)
         def unhooked(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            apply = original.__get__(None, kind)
             if self._inside:  # a function within a function, whose graph is not kept
-                return apply.__func__(kind, *args, **kwargs)
+                return apply(*args, **kwargs)
             self._inside = True
             self._hooks.__exit__(None, None, None)
             try:
-                found = apply.__func__(kind, *args, **kwargs)
+                found = apply(*args, **kwargs)
             finally:
                 self._hooks.__enter__()
                 self._inside = False
