@@ -12,9 +12,9 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.problem.gpu_specs import (
+    AMPERE,
     GpuFacts,
     default_host_bytes,
-    driver_figures,
     facts_for,
     gpu_table,
     named_gpu,
@@ -27,6 +27,7 @@ from autotune.problem.nvml import (
     Gpu,
     GpuError,
     architectures_to_set,
+    compute_capabilities,
     driver_failure,
     order_is_unknown,
     order_to_set,
@@ -279,8 +280,6 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         )
     memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
     facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are those of whole cards
-    nvml_figures = None if facts or used[0].is_slice else driver_figures(used[0].uuid)
-    rates = unlisted_gpu_facts(used[0].name, memory, nvml_figures, unified=used[0].unified) if nvml_figures else None
     return Hardware(
         "cuda",
         " + ".join(sorted({one.name for one in used})),
@@ -289,8 +288,7 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         None,
         host_available_bytes(),
         facts.name if facts else None,
-        bf16=one_of.bf16 if (one_of := facts or rates) else True,
-        rates=dataclasses.asdict(rates) if rates else None,
+        bf16=facts.bf16 if facts else all(float(one) >= AMPERE for one in compute_capabilities()),
         taken_bytes=memory - min(one.free_bytes for one in used),
         gpus=tuple(one.uuid for one in used),
         environment={**order_to_set(), **architectures_to_set()},

@@ -80,8 +80,6 @@ class Card(Slice):
     mig: bool = False
     slices: list[Slice] = field(default_factory=list)
     error: int = 0  # every call about it fails so
-    # cores, most MHz of them and of memory, bits of its bus, PCIe's generation, NVLinks; 0: not supported
-    rates: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
 
     def lines(self) -> list[str]:
         return [
@@ -92,7 +90,6 @@ class Card(Slice):
             f"utilization {self.utilization}",
             f"affinity {self.affinity:x}",
             f"mig {int(self.mig)}",
-            f"rates {' '.join(map(str, self.rates))}",
             f"error {self.error}",
             *(line for one in self.slices for line in ["slice", *one.lines()]),
         ]

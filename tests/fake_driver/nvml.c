@@ -27,7 +27,6 @@ typedef struct {
     char uuid[TEXT], name[TEXT], bus[32];
     unsigned long long total_mib, reserved_mib, hidden_mib, affinity, reasons;
     unsigned clock_mhz, utilization, mig;
-    unsigned cores, most_mhz, memory_mhz, bus_bits, pcie, nvlinks; /* 0: the driver does not say */
     int major, minor, error, processes;
     Process process[MOST_PROCESSES];
 } Device;
@@ -74,8 +73,6 @@ static void read_line(Machine *m, const char *line) {
     else if (begins(line, "reasons", &rest)) d->reasons = strtoull(rest, NULL, 16);
     else if (begins(line, "clock_mhz", &rest)) d->clock_mhz = atoi(rest);
     else if (begins(line, "utilization", &rest)) d->utilization = atoi(rest);
-    else if (begins(line, "rates", &rest))
-        sscanf(rest, "%u %u %u %u %u %u", &d->cores, &d->most_mhz, &d->memory_mhz, &d->bus_bits, &d->pcie, &d->nvlinks);
     else if (begins(line, "mig", &rest)) d->mig = atoi(rest);
     else if (begins(line, "capability", &rest)) sscanf(rest, "%d %d", &d->major, &d->minor);
     else if (begins(line, "error", &rest)) d->error = atoi(rest);
@@ -288,21 +285,6 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *
     *reasons = d->reasons;
     return SUCCESS;
 }
-
-static int said(unsigned value, unsigned *at) {
-    *at = value;
-    return value ? SUCCESS : NOT_SUPPORTED;
-}
-
-int nvmlDeviceGetNumGpuCores(void *handle, unsigned *cores) { OPEN; return said(d->cores, cores); }
-int nvmlDeviceGetMaxClockInfo(void *handle, unsigned type, unsigned *mhz) {
-    OPEN;
-    return said(type == 2 ? d->memory_mhz : d->most_mhz, mhz);
-}
-int nvmlDeviceGetMemoryBusWidth(void *handle, unsigned *bits) { OPEN; return said(d->bus_bits, bits); }
-int nvmlDeviceGetMaxPcieLinkGeneration(void *handle, unsigned *generation) { OPEN; return said(d->pcie, generation); }
-int nvmlDeviceGetMaxPcieLinkWidth(void *handle, unsigned *lanes) { OPEN; return said(d->pcie ? 16 : 0, lanes); }
-int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *active) { OPEN; return said(link < d->nvlinks, active); }
 
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
     OPEN;
