@@ -733,8 +733,8 @@ _GROWING_LOSS = (
     "although DeepSpeed does so"
 )
 _FULL_LOSS = (
-    "; it grows with the accumulation: every micro-batch counts in full, because neither the script nor DeepSpeed divides "
-    "by it, as in Trainer with a model that takes num_items_in_batch and ignores it"
+    "; it grows with the accumulation: the gradients of the micro-batches are added up and not averaged. A Trainer does so if "
+    "its model takes num_items_in_batch and ignores it: trainer.model_accepts_loss_kwargs = False before train() averages them"
 )
 # Measured: `register_output_backward_hooks` divides at every output, and a row of `data/deepspeed_faults.json` names it.
 _DIVIDED_TWICE = (

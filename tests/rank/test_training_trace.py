@@ -296,3 +296,45 @@ def test_other_draws_of_initial_weights_are_told_from_rounded_ones() -> None:
     own = trace(0, torch.float32, 1)
     assert same_weights(own, trace(0, torch.bfloat16, 2))
     assert not any(same_weights(own, trace(seed, torch.float32, 1)) for seed in range(1, 200))
+
+
+def epoch_steps(engine: Engine, loader: Any, accumulation: int, *, ends_by_hand: bool = False, ahead: int = 0) -> float:
+    """Train on the batches of a loader, of which some are read ahead."""
+    recorder = TraceRecorder()
+    batches = iter(loader)
+    for _ in range(ahead):
+        next(batches)
+        recorder.fetched(batches)
+    engine._is_gradient_accumulation_boundary = True if ends_by_hand else None  # type: ignore[attr-defined]
+    for _ in range(MOST_STEPS):
+        for _ in range(accumulation):
+            try:
+                next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                next(batches)
+            recorder.fetched(batches)
+        recorder.before_step(engine)
+        recorder.after_step(engine)
+    return float(recorder.report()["epoch_steps"])
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(1000))
+
+
+def test_the_length_of_the_loader_tells_the_optimizer_steps_of_an_epoch(engine: Engine) -> None:
+    rows = torch.arange(26)
+
+    def loader(batch_size: int, **how: Any) -> Any:
+        return torch.utils.data.DataLoader(rows, batch_size, **how)  # type: ignore[arg-type]
+
+    assert epoch_steps(engine, loader(2), 4) == 3.25
+    assert epoch_steps(engine, loader(2), 4, ends_by_hand=True) == 4, "accelerate steps at the end of each epoch"
+    assert epoch_steps(engine, loader(8), 1) == 4
+    assert epoch_steps(engine, loader(8, drop_last=True), 1) == 3
+    assert epoch_steps(engine, loader(8), 1, ahead=1) == 4
+    sampler = torch.utils.data.BatchSampler(range(26), 8, drop_last=False)
+    assert epoch_steps(engine, torch.utils.data.DataLoader(rows, batch_sampler=sampler), 1) == 4  # type: ignore[arg-type]
+    assert epoch_steps(engine, torch.utils.data.DataLoader(Stream(), 8), 1) == 0, "a stream has no length"
