@@ -211,9 +211,14 @@ class Pair:
 
     @functools.cached_property
     def differences(self) -> dict[str, list[float]]:
-        """Logarithms of the ratios of each step, by quantity that was seen."""
-        each = {name: _differences(*self.traces, name) for name in (LOSS, NORM, UPDATE)}
+        """Logarithms of the ratios of each step, by number that was seen."""
+        each = {name: _differences(*self.traces, name) for name in _NUMBERS}
         return {name: found for name, found in each.items() if found}
+
+    @property
+    def numbers(self) -> list[str]:
+        """Numbers of the optimizer steps that were seen."""
+        return [name for name in self.differences if name != BUFFERS]
 
     @property
     def noise_is_unknown(self) -> bool:
@@ -221,12 +226,44 @@ class Pair:
         return self.reference.draws and not _is_noisy(self.reference)
 
     def mean(self, name: str) -> float:
-        """Return the mean difference of a quantity, see `_mean`."""
-        return _mean(name, self.differences, *self.traces)
+        """Return the mean difference, without the effect of Adam's step counter in updates of stage 0 in 16 bits."""
+        mean = statistics.fmean(self.differences[name])
+        early = [_is_early(one) for one in self.traces]
+        if name != UPDATE or early[0] == early[1]:
+            return mean
+        steps = range(1, len(self.differences[name]) + 1)
+        ahead = statistics.fmean(math.log(_counter_factor(step)) for step in steps)
+        corrected = mean - (ahead if early[1] else -ahead)
+        return 0.0 if abs(corrected) <= _COUNTER_TOLERANCE else mean
+
+    def factor(self, name: str) -> float:
+        """Return the mean ratio."""
+        return math.exp(statistics.fmean(self.differences[name]))
 
     def tolerance(self, name: str) -> float:
-        """Return the tolerated mean difference of a quantity, see `_tolerance`."""
-        return _tolerance(name, *self.traces)
+        """Return the tolerated mean difference.
+
+        If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began
+        with other weights (`zero.Init` draws them on the device), all noise is, and so is a named model's.
+        """
+        reference = self.reference
+        floor = _FLOORS * reference.floor.get(name, 0.0)
+        if not same_weights(*self.traces) or (self.noise_is_unknown and not self.is_users):
+            floor = _MOST
+        elif not same_rows(*self.traces):
+            values = [abs(value) for step in reference.counted if (value := _value(step, name))]
+            logs = [math.log(value) for value in values if value > _TINY]
+            floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
+        return max(_least(name, *self.traces), min(floor, _MOST))
+
+    @property
+    def noise(self) -> str:
+        """Reason why the two runs do not agree closely."""
+        if not same_weights(*self.traces):
+            return "its initial weights differ from run to run"
+        if not same_rows(*self.traces):
+            return "its rows differ from run to run"
+        return "the noise of its random numbers" if self.reference.draws else "two runs of it differ"
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -375,50 +412,44 @@ def _wrong_schedule(pair: Pair, text: str, theirs: float, mine: float, *, later:
 
 def _check_buffers(pair: Pair) -> Certificate | None:
     """Check buffers that forwards change: four forwards of two rows move them further than one of eight."""
-    each = _differences(*pair.traces, BUFFERS)
-    if not pair.is_users or not each:
-        return None
-    mean = statistics.fmean(each)
-    if abs(mean) <= pair.tolerance(BUFFERS):
+    if not pair.is_users or BUFFERS not in pair.differences or abs(pair.mean(BUFFERS)) <= pair.tolerance(BUFFERS):
         return None
     cause = (MICRO_BATCH, _other_micro_batch(pair)) if pair.is_cut else _stage_cause(pair)
-    return _failure(pair, BUFFERS, *cause, factor=math.exp(mean))
+    return _failure(pair, BUFFERS, *cause, factor=pair.factor(BUFFERS))
 
 
 def _check_numbers(pair: Pair) -> Certificate | None:
     """Check loss, gradient norm and update."""
     reference, trace = pair.traces
-    found = pair.differences
+    found = pair.numbers
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
         return Certificate(Verdict.NOT_COMPARED, why)
     tolerance = {name: pair.tolerance(name) for name in found}
-    if pair.noise_is_unknown and not pair.is_users:
-        tolerance = dict.fromkeys(found, _MOST)
     beyond = {name for name in found if abs(pair.mean(name)) > tolerance[name]}
     scatter = _scatter_of_cut(pair)
     beyond |= {name for name in scatter if scatter[name] > tolerance[name]}
     # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
     # loss that grows shows in it first.
-    cleared = {NORM, UPDATE} <= found.keys() and abs(pair.mean(NORM)) <= _CLEARS
-    if beyond == {LOSS} and cleared and not _builds_up(found[LOSS]):
+    cleared = {NORM, UPDATE} <= set(found) and abs(pair.mean(NORM)) <= _CLEARS
+    if beyond == {LOSS} and cleared and not _builds_up(pair.differences[LOSS]):
         beyond = set()
     if not beyond:
         return None
     # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
-    name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
-    factor = math.exp(statistics.fmean(found[name]))
+    name = max(beyond, key=lambda one: abs(statistics.fmean(pair.differences[one])))
+    each, factor = pair.differences[name], pair.factor(name)
     times = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {pair.yours}"
-    noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
+    noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(each))
     if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
-        apart = math.expm1(_root_mean_square(found[name]))
+        apart = math.expm1(_root_mean_square(each))
         much = f"runs differ by {apart:.0%} in one step, because their rows differ"
         return Certificate(Verdict.NOT_COMPARED, f"{times}, and {much}")
     if abs(math.log(factor)) <= tolerance[name]:
         times = f"{name} is {math.expm1(scatter[name]):.1%} off {pair.yours} in a step, up or down"
     if pair.noise_is_unknown and abs(math.log(factor)) <= _MOST:
         return Certificate(Verdict.NOT_COMPARED, f"{times}, and the noise of its random numbers was not measured")
-    return _other_numbers(pair, times, name, factor, None if LOSS not in beyond else found[LOSS])
+    return _other_numbers(pair, times, name, LOSS in beyond)
 
 
 def _scatter_of_cut(pair: Pair) -> dict[str, float]:
@@ -431,17 +462,17 @@ def _scatter_of_cut(pair: Pair) -> dict[str, float]:
         return {}
     if not same_rows(*pair.traces) or not same_weights(*pair.traces):
         return {}
-    return {name: _root_mean_square(each) for name, each in pair.differences.items() if name != UPDATE}
+    return {name: _root_mean_square(pair.differences[name]) for name in pair.numbers if name != UPDATE}
 
 
-def _other_numbers(pair: Pair, text: str, name: str, factor: float, losses: list[float] | None) -> Certificate:
+def _other_numbers(pair: Pair, text: str, name: str, other_loss: bool) -> Certificate:
     """Return the verdict on another loss, gradient norm or update, with its cause."""
-    loss = math.exp(statistics.fmean(losses)) if losses is not None else 1.0
-    if losses is not None and name != LOSS and abs(loss - 1) >= 0.005:
+    factor, loss = pair.factor(name), pair.factor(LOSS) if other_loss else 1.0
+    if name != LOSS and abs(loss - 1) >= 0.005:
         text += f", loss {loss:.3g}x"
-    elif losses is not None and _builds_up(losses):
+    elif other_loss and _builds_up(pair.differences[LOSS]):
         text += ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
-    if losses is not None and pair.is_cut:
+    if other_loss and pair.is_cut:
         because = f"the loss depends on how the batch is cut ({_other_micro_batch(pair)})"
         because += _proportion(loss, pair.own, pair.candidate, _GROWING_LOSS, _FULL_LOSS)
         return Certificate(Verdict.DIFFERS, f"{text}: {because}", name, factor, MICRO_BATCH)
@@ -463,11 +494,9 @@ def _check_noise(pair: Pair) -> Certificate | None:
     name, hidden = _left_open(pair)
     if hidden < _UNSEEN:
         return None
-    factor = math.exp(statistics.fmean(pair.differences[name]))
-    why = (
-        f"{name} is {factor:.3g}x of {pair.yours} on average, and a factor of {math.exp(hidden):.2g} would stay unseen"
-    )
-    return Certificate(Verdict.NOT_COMPARED, f"{why}: {_noise(*pair.traces)}", name, factor)
+    times = f"{name} is {pair.factor(name):.3g}x of {pair.yours} on average"
+    why = f"{times}, and a factor of {math.exp(hidden):.2g} would stay unseen: {pair.noise}"
+    return Certificate(Verdict.NOT_COMPARED, why, name, pair.factor(name))
 
 
 _CHECKS: tuple[Callable[[Pair], Certificate | None], ...] = (
@@ -488,10 +517,10 @@ _CHECKS: tuple[Callable[[Pair], Certificate | None], ...] = (
 
 def _same(pair: Pair) -> Certificate:
     """Return the figures of an equal training, with what they leave open."""
-    text = _figures(*pair.traces, pair.differences)
+    text = _figures(pair)
     _, hidden = _left_open(pair)
     if hidden > _CLOSE:
-        text += f"; compared only to within {math.expm1(hidden):.0%}: {_noise(*pair.traces)}"
+        text += f"; compared only to within {math.expm1(hidden):.0%}: {pair.noise}"
     theirs, mine = (one.epoch_steps for one in pair.traces)
     if theirs and mine:
         if abs(math.log(mine / theirs)) > _RATE_TOLERANCE:
@@ -509,9 +538,10 @@ def _left_open(pair: Pair) -> tuple[str, float]:
     """
     reference, trace = pair.traces
     found = dict[str, float]()
-    for name, each in pair.differences.items():
-        if name == LOSS and NORM in pair.differences:
+    for name in pair.numbers:
+        if name == LOSS and NORM in pair.numbers:
             continue
+        each = pair.differences[name]
         moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
         scatter = statistics.stdev(each) if len(each) > 1 else reference.floor.get(name, 0.0)
         error = 0.0 if moves else scatter / math.sqrt(len(each))
@@ -526,15 +556,6 @@ def _short_step(pair: Pair) -> int | None:
         return None
     short = [[one < statistics.median(each) for one in each] for each in rows]
     return next((at for at, (a, b) in enumerate(zip(*short, strict=True)) if a is not b), None)
-
-
-def _noise(reference: TrainingTrace, trace: TrainingTrace) -> str:
-    """Return why two runs do not agree closely."""
-    if not same_weights(reference, trace):
-        return "its initial weights differ from run to run"
-    if not same_rows(reference, trace):
-        return "its rows differ from run to run"
-    return "the noise of its random numbers" if reference.draws else "two runs of it differ"
 
 
 def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:
@@ -626,22 +647,6 @@ def _least(name: str, *traces: TrainingTrace) -> float:
     return max(least, _LEAST_OF_UPDATES) if name == UPDATE else least
 
 
-def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the tolerated mean of the differences.
-
-    If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
-    other weights (`zero.Init` draws them on the device), all noise is.
-    """
-    floor = _FLOORS * reference.floor.get(name, 0.0)
-    if not same_weights(reference, trace):
-        floor = _MOST
-    elif not same_rows(reference, trace):
-        values = [abs(value) for step in reference.counted if (value := _value(step, name))]
-        logs = [math.log(value) for value in values if value > _TINY]
-        floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
-    return max(_least(name, reference, trace), min(floor, _MOST))
-
-
 def _paired(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
     """Return the steps until the first one that only one run skipped, because its weights are one update behind since.
 
@@ -674,17 +679,6 @@ def same_weights(one: TrainingTrace, other: TrainingTrace) -> bool:
     return math.dist(one.initial, other.initial) / math.sqrt(len(one.initial)) <= _SAME_INITIAL
 
 
-def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the mean difference, without the effect of Adam's step counter in updates of stage 0 in 16 bits."""
-    mean = statistics.fmean(found[name])
-    early = [_is_early(one) for one in (reference, trace)]
-    if name != UPDATE or early[0] == early[1]:
-        return mean
-    ahead = statistics.fmean(math.log(_counter_factor(step)) for step in range(1, len(found[name]) + 1))
-    corrected = mean - (ahead if early[1] else -ahead)
-    return 0.0 if abs(corrected) <= _COUNTER_TOLERANCE else mean
-
-
 def _is_early(trace: TrainingTrace) -> bool:
     """Return True if Adam's step counter is one ahead."""
     return trace.stage == 0 and trace.precision in ("bf16", "fp16")
@@ -699,23 +693,19 @@ def _counter_factor(step: int) -> float:
     return correction(step + 1) / correction(step)
 
 
-def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, list[float]]) -> str:
-    pairs = [(a, b) for a, b in _compared(reference, trace) if not a.skipped]
-
-    def means(name: str) -> list[float]:
-        both = [(_value(b, name), _value(a, name)) for a, b in pairs]  # a norm may be seen in some steps only
-        seen = [pair for pair in both if None not in pair]
-        return [statistics.fmean(values) for values in zip(*seen, strict=True)]  # type: ignore[arg-type]
-
+def _figures(pair: Pair) -> str:
+    steps = [(a, b) for a, b in _compared(*pair.traces) if not a.skipped]
     parts = []
-    for name in (LOSS, NORM):
-        if name in found:
-            parts.append(f"{name} " + " / ".join(f"{value:.4g}" for value in means(name)))
-    if UPDATE in found:
-        ahead = " (stage 0 counts Adam's steps one ahead)" * (_is_early(reference) != _is_early(trace))
-        parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x{ahead}")
-    steps = max(map(len, found.values()))
-    return ", ".join([*parts, "learning rate equal", counted(steps, "step")])
+    for name in pair.numbers:
+        values = [(_value(b, name), _value(a, name)) for a, b in steps]
+        seen = [each for each in values if None not in each]  # a norm may be seen in some steps only
+        mine, theirs = (statistics.fmean(each) for each in zip(*seen, strict=True))  # type: ignore[arg-type]
+        parts.append(f"{name} {mine:.4g} / {theirs:.4g}")
+    if UPDATE in pair.numbers:
+        moved = " (stage 0 counts Adam's steps one ahead)" * (_is_early(pair.reference) != _is_early(pair.trace))
+        parts[-1] = f"update {pair.factor(UPDATE):.2f}x{moved}"
+    steps_seen = max(len(pair.differences[name]) for name in pair.numbers)
+    return ", ".join([*parts, "learning rate equal", counted(steps_seen, "step")])
 
 
 # -- cause -------------------------------------------------------------------------------------------------------------
