@@ -66,7 +66,7 @@ class TraceRecorder:
         self._loop_ends = LoopEnds()
         self._fetched: Counter[int] = Counter()  # batches of all loaders, by length of the loader
         self._by_hand = False  # the script itself says which micro-batch ends an optimizer step
-        self._gradients: list[tuple[int, int]] | None = None  # versions since the last backward; None after a step
+        self._gradients: list[tuple[int, int]] | None = None  # versions after the last backward; None after a step
         self._buffers: dict[str, Any] = {}  # copies of sampled elements after the last step, by name
         self._own_norm: Any = None
         self._schedule: Any = None
@@ -162,10 +162,11 @@ class TraceRecorder:
             self._gradients = _versions(engine.module)
 
     def gradients_used(self, engine: Any) -> None:
-        """Count a micro-batch after whose backward the script has changed its gradients."""
-        if self.records and self._gradients is not None:
-            self._step["changed_by_hand"] += self._gradients != _versions(engine.module)
-            self._gradients = None
+        """Count a change of the gradients since the last backward. Only stage 0 steps with what the script can change."""
+        if self.records and self._gradients is not None and engine.zero_optimization_stage() == 0:
+            now = _versions(engine.module)
+            self._step["changed_by_hand"] += self._gradients != now
+            self._gradients = now
 
     def clipped(self, engine: Any, parameters: Sequence[Any], limit: float) -> None:
         """Note a call of torch's clipping; without a finite limit it only returns the norm."""
@@ -257,7 +258,7 @@ class TraceRecorder:
             return
         with self._recording(alone=True):
             step, self._step = self._step, _new_step()
-            self._in_backward = False
+            self._in_backward, self._gradients = False, None
             step["norm"] = self._own_norm if _has_no_norm(engine) else engine.get_global_grad_norm()
             step["skipped"] = int(getattr(engine, "skipped_steps", 0)) > self._skipped
             after = self._weights(engine) if self._before else None

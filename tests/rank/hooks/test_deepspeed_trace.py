@@ -75,6 +75,13 @@ def scale(engine: Any) -> None:
             one.grad.clamp_(-1e6, 1e6)
 
 
+def clips_after_the_step(engine: Any, loader: Any) -> None:
+    for x in [*loader, *loader]:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        scale(engine)
+
+
 def steps_beside(engine: Any, loader: Any) -> None:
     import torch
 
@@ -127,6 +134,7 @@ def scenarios(folder: str, stages: list[int]) -> dict[str, Any]:
             loops |= {
                 "clips": (linear, lambda e, data: passes(e, data, clip(1e6))),
                 "scales": (linear, lambda e, data: passes(e, data, scale)),
+                "clips after the step": (linear, clips_after_the_step),
                 "steps beside": (linear, steps_beside),
                 "counts": (linear, counts_iterations),
                 "batch norm": (lambda: torch.nn.BatchNorm1d(8), passes),
@@ -159,7 +167,9 @@ def test_what_a_script_does_around_its_engine_is_in_the_trace(found: dict[str, A
     changes = per_step("changed_by_hand")
     assert {name for name, count in changes.items() if count == ACCUMULATION} == changed
     assert changes["clips at the boundary at 0"] == 1
-    assert not any(changes[f"{name} at 0"] for name in ("plain", "asks for the norm", "counts", "batch norm"))
+    assert changes["clips after the step at 0"] == ACCUMULATION - 1, "after the last one there is no gradient"
+    at_zero = {"clips at the boundary at 0", "clips after the step at 0"}
+    assert {name for name, count in changes.items() if count} == changed | at_zero
     clips = {name: one["clips_at"] for name, one in found.items() if one["clips_at"]}
     at_boundaries = {f"clips at the boundary at {n}" for n in range(4)}
     assert clips == dict.fromkeys(at_boundaries | changed - {"scales at 0"}, 1e6)
