@@ -10,7 +10,7 @@ import pytest
 
 from autotune.predict.calibration import TIME
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import StepSeconds, StepWork, spend, step_work
+from autotune.predict.step_time import NVME_GB_PER_S, StepSeconds, StepWork, spend, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
@@ -125,3 +125,13 @@ def test_what_liger_has_fused_is_not_fused_again() -> None:
     both = work_of({"zero_stage": 0, "compile": True, "liger_kernel": True})
     assert compiled.moved[0] < both.moved[0] == plain.moved[0]
     assert compiled.starts[0] < both.starts[0] == plain.starts[0]
+
+
+def test_states_on_nvme_are_read_and_written_once_a_step() -> None:
+    out = {"zero_stage": 3, "offload_optimizer": "nvme"}
+    states, both = work_of(out), work_of({**out, "offload_param": "nvme"})
+    rank_elements = (LARGE + SMALL) / 8
+    bytes_a_step = 2 * (4 + 4 + 4) * rank_elements  # master, momentum and variance
+    assert states.nvme[0] == pytest.approx(bytes_a_step / (NVME_GB_PER_S * 1e9), rel=0.01)
+    assert both.nvme[0] > states.nvme[0]
+    assert work_of({**out, "offload_optimizer": "cpu"}).nvme[0] == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
 from autotune.predict import trace_cache, tracer
+from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec
+from tests.conftest import make_candidate, make_job
 
 SMALL = {"hidden_size": 32, "vocab_size": 128, "intermediate_size": 64}
 MAMBA = {"num_hidden_layers": 1, "state_size": 8, "time_step_rank": 4}
@@ -84,3 +88,14 @@ def test_without_attention_layers_count(tmp_path: Path, monkeypatch: pytest.Monk
     job = job_of("mamba", 256)
     deep = Job(ModelSpec("mamba", {**job.model.config, "num_hidden_layers": 20}, "test"), 1, seq_len=256)
     assert trace_job(deep).plain.act_bytes_per_sequence > 4 * trace_job(job).plain.act_bytes_per_sequence
+
+
+def test_an_estimated_model_is_predicted_far_less_surely_than_a_traced_one() -> None:
+    job = make_job(ranks=4, precision="bf16", model="llama-3.1-8b", seq_len=2048)
+    estimated = trace_cache.closed_form_trace(job, "a test")
+    traced = dataclasses.replace(estimated, exact=True)
+    hardware, candidate = named_hardware("h100", 4), make_candidate(stage=3, micro_batch=4)
+    found = [Predictor(job, hardware, one).predict(candidate) for one in (traced, estimated)]
+    sure, unsure = ((one.step_interval, one.peak_interval) for one in found)
+    for narrow, wide in zip(sure, unsure, strict=True):
+        assert wide[1] / wide[0] > 1.5 * narrow[1] / narrow[0]

@@ -1,5 +1,8 @@
 """What steps come to of which some have other work."""
 
+import random
+import statistics
+
 import pytest
 
 from autotune.rank.step_statistics import median_spread, pace_of
@@ -83,3 +86,10 @@ def test_the_medians_interval() -> None:
     assert median_spread([1.0, 2.0]) == 1.0
     assert median_spread([2.0]) == 0.5, "one step shows no variation"
     assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2
+
+
+def test_the_interval_of_a_median_holds_95_of_100_samples() -> None:
+    draw = random.Random(0)
+    samples = [[draw.gauss(10.0, 1.0) for _ in range(101)] for _ in range(2000)]
+    held = sum(abs(statistics.median(sample) - 10.0) <= median_spread(sample) for sample in samples)
+    assert held / len(samples) == pytest.approx(0.95, abs=0.02)

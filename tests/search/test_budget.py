@@ -124,3 +124,13 @@ def test_verifying_a_large_model_is_left_the_time_of_gathering_it() -> None:
     assert without_checkpoint.reserve_seconds == without_checkpoint.verification_seconds
     quick = MeasureSpec(full=True, min_steps=5, min_seconds=3.0)
     assert make_budget(3600, parameters=large, measure_spec=quick).verification_seconds == tiny, "which saves nothing"
+
+
+def test_references_keep_a_tenth_of_the_budget_at_most() -> None:
+    """Two references of five minutes each, and a budget of ten."""
+    one = make_budget(600)
+    one.note(QUICK, started(300.0), SEARCH)
+    one.references = 2
+    assert one.left_seconds == pytest.approx(540.0)
+    one.references = 0
+    assert one.left_seconds == 600.0

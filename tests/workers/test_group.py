@@ -308,6 +308,38 @@ def test_ranks_that_save_after_a_signal_are_waited_for(
     assert waited - 7 <= clock[0] <= waited + 7  # it looks every five seconds
 
 
+def test_a_slow_hello_does_not_extend_the_wait_for_the_others(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that sends heartbeats proves nothing of the one that never says hello."""
+    clock = [0.0]
+
+    def hear(seconds: float) -> bool:
+        clock[0] += 10 * seconds
+        assert clock[0] < HOUR, "still waiting"
+        return True
+
+    group = fakes.make(policy(hello_seconds=60.0))
+    monkeypatch.setattr(group, "_hosts", [Suspended(clock, 0.0, (math.inf, math.inf))])
+    monkeypatch.setattr(group, "_rank_pids", {0: 1})
+    monkeypatch.setattr(group, "_world", 2)
+    monkeypatch.setattr(group, "_receive", hear)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assert group.watch(lambda: group.greeted) is WatchEnd.SILENT
+
+
+def test_a_rank_of_a_training_that_ends_before_all_said_hello_is_lost(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 0 is the end of a training only for ranks that have begun it."""
+    clock = [0.0]
+    group = fakes.make(policy(may_leave=True))
+    monkeypatch.setattr(group, "_hosts", [Suspended(clock, 0.0, (0.0, math.inf))])
+    monkeypatch.setattr(group, "_world", 2)
+    monkeypatch.setattr(group, "_rank_pids", {0: 1})
+    assert group._has_lost_rank()
+    monkeypatch.setattr(group, "_rank_pids", {0: 1, 1: 2})
+    assert not group._has_lost_rank()
+
+
 class Suspended(Leaving):
     """Two ranks that never leave, and say nothing once they are up; workers and clock of a loop that is stopped for a while."""
 

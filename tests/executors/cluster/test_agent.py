@@ -326,13 +326,13 @@ def test_what_a_study_says_that_it_was_measured_under_is_sent() -> None:
 
 
 def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
-    first = MemoryPeaks([1, 2], {1: 20}, host_low=9, oom_kills=0, clocks={"GPU 0": [1]})
+    first = MemoryPeaks([1, 2], {1: 20}, host_low=9, oom_kills=2, clocks={"GPU 0": [1]})
     second = MemoryPeaks(
         [7, 4], {0: 70}, foreign=3, neighbours="b", host_low=5, oom_kills=1, clocks={"GPU 0": [3]}, lost="x"
     )
     whole = merged([first, second])
     assert (whole.used, whole.grown, whole.worst) == ([1, 2, 7, 4], {1: 20, 2: 70}, 7)
-    assert (whole.foreign, whole.neighbours, whole.host_low, whole.oom_kills, whole.lost) == (3, "b", 5, 1, "x")
+    assert (whole.foreign, whole.neighbours, whole.host_low, whole.oom_kills, whole.lost) == (3, "b", 5, 3, "x")
     assert sorted(whole.clocks.values()) == [[1], [3]], "each machine has a GPU 0"
     fast, slow = MemoryPeaks(clocks={"GPU 0": [1900] * 9}), MemoryPeaks(clocks={"GPU 0": [1200] * 4})
     assert clock_mhz(merged([fast, slow])) == clock_mhz(merged([slow, fast])) == 1200
