@@ -47,7 +47,6 @@ FULL: dict[str, list[str]] = {
     ],
     "published": ["predict/published.py"],
     "published-jobs": ["predict/published.py", "--table", "qlora_and_muon", "--table", "sequences"],
-    "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],
     "search": ["search/search.py"],
     "search-own": [
@@ -128,7 +127,7 @@ EXEMPT = {
     "trials/train_plain.py": "started by ranks.py under torchrun",
     "search/deepspeed_train.py": "started by DeepSpeed's autotuner in gpu/deepspeed.py",
     "predict/many_traces.py": "imported: traces for many jobs at once",
-    "predict/caching_allocator.py": "imported by allocator.py",
+    "predict/caching_allocator.py": "imported by tests: the allocator's rules, which batches of many lengths are held against",
     "run_all.py": "this file",
     "predict/shipped_traces.py": "writes autotune/data/traces.json; with --time, seconds of a plan",
     "docs/figures.py": "writes documents from results; measures nothing",

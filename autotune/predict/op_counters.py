@@ -36,7 +36,6 @@ class Counters:
         self.latest: dict[int, Any] = {}  # weak reference to the last storage that was read at an address
         self.frozen_only = 0.0  # bytes that only frozen linear layers have read, from `dropped_inputs`
         self.last = 0
-        self.allocations: list[tuple[int, int]] = []
         # returns the tensor and calls the function once its gradient exists; set by the tracer, as it needs torch
         self.passed: Callable[[Any, Callable[..., None]], Any] = lambda tensor, made: tensor
 

@@ -125,16 +125,6 @@ def trace_model(
     return Trace(parameters, sum(frozen), plain, passes[1], largest=largest, frozen_sizes=frozen, matrices=matrices)
 
 
-def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
-    """Return (storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers.
-
-    Bytes are negative when the storage is freed. A model of an allocator can replay the list.
-    """
-    config = transformers_config(job.model)
-    config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
-    return _run(job, config, checkpointing, _Options(), micro_batch).allocations
-
-
 def _configuration(job: Job) -> Any:
     """Return transformers' configuration; None for the user's own workload.
 
@@ -263,7 +253,6 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
-            live.events = run.allocations
             looping.enter_context(_first_slices(live, run))
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss, live)
@@ -272,7 +261,7 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
             loss.backward()
-            live.watch = live.events = None
+            live.watch = None
     except DataDependentOutputException as error:
         raise Untraceable(f"operator {error} needs values") from None
     return run

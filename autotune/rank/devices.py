@@ -350,7 +350,6 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.events: list[tuple[int, int]] | None = None
         # Storages released by a communication thread. Two threads that use `+=` on the count would lose an update.
         self._elsewhere: deque[int] = deque()
         self._thread = threading.get_ident()  # thread of the last operator; with CUDA, autograd has its own threads
@@ -384,8 +383,6 @@ class LiveTensors(TorchDispatchMode):
             return
         reference = weakref.ref(storage, functools.partial(self._died, key))
         self._known[key] = (reference, size)
-        if self.events is not None and size:
-            self.events.append((key, size))
         self._change(size)
 
     def _died(self, key: int, _: object) -> None:
@@ -401,8 +398,6 @@ class LiveTensors(TorchDispatchMode):
     def _release(self, key: int) -> None:
         known = self._known.pop(key, None)
         if known is not None:
-            if self.events is not None and known[1]:
-                self.events.append((key, -known[1]))
             self._change(-known[1])
 
     def _change(self, size: int) -> None:

@@ -8,7 +8,6 @@ to 2 MiB. The smallest free block that is large enough is taken and split; free 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autotune.util.units import MIB
@@ -104,19 +103,3 @@ class CachingAllocator:
         key = (block.size, block.segment, block.start)
         del self._by_key[key]
         self._free[large].remove(key)
-
-
-def waste(events: Iterable[tuple[int, int]]) -> float:
-    """Peak of reserved bytes over peak of live bytes, after (name, bytes) events; negative bytes release the name.
-
-    1.0 where nothing is allocated.
-    """
-    allocator, live, peak = CachingAllocator(), 0, 0
-    for name, size in events:
-        live += size
-        peak = max(peak, live)
-        if size > 0:
-            allocator.allocate(name, size)
-        else:
-            allocator.release(name)
-    return allocator.reserved_peak / peak if peak else 1.0

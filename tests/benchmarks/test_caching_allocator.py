@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.util.units import MIB
-from benchmarks.predict.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, waste
+from benchmarks.predict.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator
 
 
 def test_small_and_large_come_from_segments_of_their_own() -> None:
@@ -27,14 +27,6 @@ def test_freed_neighbours_join_and_are_used_again() -> None:
     allocator.allocate(9, 15 * MIB)
     assert allocator.reserved == LARGE_SEGMENT
     assert allocator.allocated == LARGE_SEGMENT
-
-
-def test_fragmentation_is_what_interleaving_leaves() -> None:
-    events = [(i, 12 * MIB) for i in range(10)]
-    events += [(i, -12 * MIB) for i in range(0, 10, 2)]
-    events += [(100, 60 * MIB)]  # five holes of 12 MiB do not hold it
-    assert waste(events) == (120 + 60) / 120
-    assert waste([]) == 1.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40 * MIB)), max_size=120))
