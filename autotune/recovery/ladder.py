@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from autotune.masking import masked_data
-from autotune.predict.features import installed_deepspeed
+from autotune.predict.features import Flags, installed_deepspeed
 from autotune.predict.predictor import Predictor
+from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement
+from autotune.problem.outcome import Measurement, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.script.profile import loops_by_hand
+from autotune.search.pruning import Dominance, DominanceRules, HostDominance
 from autotune.util.bounds import bounded_bytes
 from autotune.util.files import write_atomically
 
@@ -50,6 +56,7 @@ class Rung:
     peak_bytes: float
     samples_per_second: float
     measured: bool
+    host_bytes: float = 0.0  # expected in host memory, per rank; 0 if nothing is offloaded
 
     def to_json(self, job: Job) -> dict[str, Any]:
         """Return the rung as JSON data, with its DeepSpeed config."""
@@ -57,6 +64,7 @@ class Rung:
             "candidate": self.candidate.as_dict,
             "measured": self.measured,
             "peak_bytes": round(self.peak_bytes),
+            "host_bytes": round(self.host_bytes),
             "samples_per_second": round(self.samples_per_second, 4),
             "config": masked_data(self.candidate.ds_config(job)),
         }
@@ -65,7 +73,8 @@ class Rung:
     def from_json(cls, data: dict[str, Any]) -> Rung:
         """Return the rung of JSON data."""
         candidate = Candidate.of(data["candidate"])
-        return cls(candidate, data["peak_bytes"], data["samples_per_second"], data["measured"])
+        figures = data["peak_bytes"], data["samples_per_second"], data["measured"], data["host_bytes"]
+        return cls(candidate, *figures)
 
 
 def recovery_ladder(
@@ -74,7 +83,7 @@ def recovery_ladder(
     job: Job,
     predictor: Predictor,
     measured: dict[Candidate, Measurement],
-    failed: Collection[Candidate] = (),
+    failed: Mapping[Candidate, OutcomeKind] = MappingProxyType({}),
     *,
     convert: bool = False,
     trains_otherwise: Callable[[Candidate], bool] = lambda candidate: False,
@@ -84,32 +93,72 @@ def recovery_ladder(
     Each step has the fastest candidate, and the last rung has the smallest peak.
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
-    Measured values take precedence over predicted ones. Predicted speeds are scaled by the ratio of measured to predicted
-    speed of `top`, and no rung is stored as faster than a measured `top`, which won against them. Candidates that have
-    `failed`, or that train something else than the user's config, are left out. A loop by hand may count micro-batches,
-    so its ladder keeps the micro-batch as long as it can.
+    Measured values take precedence over predicted ones, which are scaled by the ratio of measured to predicted values of
+    `top`. Left out are candidates that have `failed`, that train something else than the user's config, that by dominance need
+    no less memory than a rung above or than a device OOM among `failed`, or that are faster than `top`, which won. A
+    predicted speed of another micro-batch of the same engine is no reason, as that needs less memory for sure. A loop by
+    hand may count micro-batches, so its ladder keeps the micro-batch as long as it can.
     """
     compatible = [one for one in _compatible(top, space, job, convert) if _explicit(one) != _explicit(top)]
     below_top = {one for one in compatible if not trains_otherwise(one)}
-    candidates = sorted({top, *below_top} - set(failed), key=str)
+    candidates = [top, *sorted(below_top - {top}, key=str)]
     by_hand = job.script is not None and loops_by_hand(job.script)
     table = predictor.table(candidates)
-    won, rungs, speeds = measured.get(top), list[Rung](), dict[Candidate, float]()
-    scale = won.samples_per_second / float(table.samples[candidates.index(top)]) if won and top in candidates else 1.0
+    peaks, speeds = table.peak.copy(), table.samples.copy()
+    if won := measured.get(top):
+        peaks *= won.peak_bytes / peaks[0]
+        speeds *= won.samples_per_second / speeds[0]
     for i, candidate in enumerate(candidates):
-        seen = measured.get(candidate)
-        peak = float(seen.peak_bytes) if seen else float(table.peak[i])
-        speed = seen.samples_per_second if seen else scale * float(table.samples[i])
-        speeds[candidate] = speed
-        shown = speed if seen or won is None else min(speed, won.samples_per_second)
-        rungs.append(Rung(candidate, peak, shown, seen is not None))
-    ladder = [next(rung for rung in rungs if rung.candidate == top)]
-    while below := [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]:
-        if len(ladder) == MOST_RUNGS - 1:  # the last rung
-            return [*ladder, min(below, key=lambda rung: rung.peak_bytes)]
-        kept = [rung for rung in below if by_hand and rung.candidate.micro_batch == ladder[-1].candidate.micro_batch]
-        ladder.append(max(kept or below, key=lambda rung: speeds[rung.candidate]))
-    return ladder
+        if seen := measured.get(candidate):
+            peaks[i], speeds[i] = seen.peak_bytes, seen.samples_per_second
+    is_own = np.array([one.family == top.family and one not in measured for one in candidates])
+    is_open = (speeds <= speeds[0]) | is_own
+    speeds = np.minimum(speeds, speeds[0])
+    every = [
+        Rung(candidate, float(peaks[i]), float(speeds[i]), candidate in measured, float(table.host_bytes[i]))
+        for i, candidate in enumerate(candidates)
+    ]
+    memory = RungMemory(every, predictor.hardware, job.ranks, predictor.trace)
+    micro_batches = np.array([candidate.micro_batch for candidate in candidates])
+    for i, candidate in enumerate(candidates):
+        if failed.get(candidate) is OutcomeKind.OOM_DEVICE:
+            is_open &= ~memory.at_least_as_large(i, OutcomeKind.OOM_DEVICE)
+        is_open[i] &= candidate not in failed
+    ladder, at = [every[0]], 0
+    while True:
+        is_open &= (peaks <= LESS * peaks[at]) & ~memory.at_least_as_large(at, OutcomeKind.OOM_DEVICE)
+        below = np.flatnonzero(is_open)
+        if not len(below):
+            return ladder
+        if len(ladder) == MOST_RUNGS - 1:
+            return [*ladder, every[below[np.argmin(peaks[below])]]]
+        kept = below[micro_batches[below] == micro_batches[at]]
+        if by_hand and len(kept):
+            below = kept
+        at = int(below[np.argmax(speeds[below])])
+        ladder.append(every[at])
+
+
+class RungMemory:
+    """Compare the memory need of rungs by the rules with which the search excludes candidates after an OOM.
+
+    Args:
+        trace: the model's trace; None if its sizes are unknown, which compares fewer rungs.
+    """
+
+    def __init__(self, rungs: Sequence[Rung], hardware: Hardware, ranks: int, trace: Trace | None = None) -> None:
+        candidates = [rung.candidate for rung in rungs]
+        self._candidates = candidates
+        self._device = Dominance(candidates, DominanceRules.for_device(hardware.device, ranks, trace))
+        self._host = HostDominance(candidates, np.array([rung.host_bytes for rung in rungs]))
+        self._host_is_device = hardware.device != "cuda"
+
+    def at_least_as_large(self, at: int, kind: OutcomeKind) -> Flags:
+        """Return whether each rung needs at least as much of the exhausted memory as the one at this place, (n,)."""
+        dominance: Dominance | HostDominance = self._device
+        if kind is OutcomeKind.OOM_HOST and not self._host_is_device:
+            dominance = self._host
+        return dominance.at_least_as_large(self._candidates[at])
 
 
 def _explicit(candidate: Candidate) -> dict[str, Value]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autotune.errors import ExitCode, MachineError, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, op_name
@@ -25,7 +27,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
-from autotune.recovery.ladder import Rung
+from autotune.recovery.ladder import Rung, RungMemory
 from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import length_lines, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
@@ -123,6 +125,8 @@ class Supervisor:
         self._needs = RankRequirements(
             hardware.device, self.threads, training=True, cwd=job.script.cwd, interpreter=job.interpreter
         )
+        self._memory = RungMemory(ladder, hardware, job.ranks)
+        self._too_large = np.zeros(len(ladder), dtype=bool)  # rungs that need no less than one that ran out of memory
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
@@ -177,16 +181,17 @@ class Supervisor:
                 return LaunchSummary(end.code, attempts)
             self.print_line(f"{end.kind.value} after {end.steps} steps: {end.reason}")
             down = way.next_action(end.kind, end)
+            below = self._rung_below(way.at, end.kind)
             reasons = [
                 way.hopeless,
-                "no config with less memory is left on the ladder" if down and rung is self.ladder[-1] else "",
+                "no config with less memory is left on the ladder" if down and below is None else "",
                 f"--max-restarts {self.max_restarts} reached" if tries > self.max_restarts else "",
             ]
             if why := next(filter(None, reasons), ""):
                 self.print_line(f"{why}: giving up")
                 return LaunchSummary(ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1, attempts)
-            if down:
-                way.down()
+            if down and below is not None:
+                way.down(below)
                 self.print_line("stepping down")
                 continue
             pause = f" in {format_duration(way.pause_seconds)}" if way.pause_seconds else ""
@@ -195,6 +200,13 @@ class Supervisor:
             if self._signal is not None:
                 self.print_line(f"stopped by {self._signal.name}, before it was started again")
                 return LaunchSummary(128 + self._signal, attempts)
+
+    def _rung_below(self, at: int, kind: OutcomeKind) -> int | None:
+        """Return the next rung, without those that need at least as much as one that ran out of memory; None if none is left."""
+        if kind in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST):
+            self._too_large |= self._memory.at_least_as_large(at, kind)
+        left = np.flatnonzero(~self._too_large[at + 1 :])
+        return at + 1 + int(left[0]) if len(left) else None
 
     def _sets_aside(self, end: AttemptEnd, *, first: bool) -> bool:
         """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one.
@@ -559,7 +571,7 @@ class RestartPolicy:
         self._place, self._steps = place, steps
         return self._alike >= _MOST_ALIKE
 
-    def down(self) -> None:
-        """Step down to the next rung and reset the counts of attempts."""
-        self.at += 1
+    def down(self, at: int) -> None:
+        """Step down to a rung and reset the counts of attempts."""
+        self.at = at
         self._barren = self._alike = 0

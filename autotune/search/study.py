@@ -20,7 +20,7 @@ from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import RecordedPython, recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
@@ -322,8 +322,8 @@ class StudyStore:
             if r.outcome and r.outcome.measurement and r.role != RESUME
         }
 
-    def failed(self) -> set[Candidate]:
-        """Return candidates with an attributable failure and without a measurement.
+    def failed(self) -> dict[Candidate, OutcomeKind]:
+        """Return candidates with an attributable failure and without a measurement, with their last failure.
 
         An OOM on a machine with clearly less memory does not count.
         """
@@ -331,7 +331,8 @@ class StudyStore:
         ended = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
         told = [one for one in ended if not machine.outgrew(one[1].kind, one[1].capacity_bytes)]
         measured = {candidate for candidate, outcome in told if outcome.measurement}
-        return {candidate for candidate, outcome in told if outcome.kind.is_attributable_to_candidate} - measured
+        failed = [one for one in told if one[1].kind.is_attributable_to_candidate and one[0] not in measured]
+        return {candidate: outcome.kind for candidate, outcome in failed}
 
     def start(self, candidate: Candidate, space: SearchSpace | None, role: str = SEARCH, note: str = "") -> int:
         """Store the start of a trial and return its number.

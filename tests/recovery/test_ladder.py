@@ -1,14 +1,17 @@
 """The recovery ladder keeps what training is, and each rung frees memory."""
 
 import itertools
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
-from autotune.problem.outcome import Measurement
+from autotune.problem.outcome import Measurement, OutcomeKind
 from autotune.problem.space import load_space
-from autotune.recovery.ladder import CROSSED, LESS, Rung, recovery_ladder, write_ladder
+from autotune.recovery.ladder import CROSSED, LESS, Rung, RungMemory, recovery_ladder, write_ladder
+from autotune.search.pruning import Dominance
 from autotune.util.units import GIB
 from tests.conftest import make_job
 
@@ -29,8 +32,11 @@ TOP = Candidate.of(
 )
 
 
-def make(measured: dict[Candidate, Measurement] | None = None) -> list[Rung]:
-    return recovery_ladder(TOP, load_space("default"), JOB, traced_predictor(JOB, HARDWARE), measured or {})
+def make(
+    measured: dict[Candidate, Measurement] | None = None, failed: dict[Candidate, OutcomeKind] | None = None
+) -> list[Rung]:
+    predictor = traced_predictor(JOB, HARDWARE)
+    return recovery_ladder(TOP, load_space("default"), JOB, predictor, measured or {}, failed or {})
 
 
 def test_every_rung_trains_the_same_with_less_memory() -> None:
@@ -52,10 +58,10 @@ def test_stages_are_crossed_as_far_as_checkpoints_allow() -> None:
 
 
 def test_what_failed_in_the_study_is_no_rung() -> None:
-    failed = {rung.candidate for rung in make()[1:]}
-    again = recovery_ladder(TOP, load_space("default"), JOB, traced_predictor(JOB, HARDWARE), {}, failed)
+    failed = dict.fromkeys((rung.candidate for rung in make()[1:]), OutcomeKind.CRASH)
+    again = make(failed=failed)
     assert len(again) > 1
-    assert not failed & {rung.candidate for rung in again}
+    assert not failed.keys() & {rung.candidate for rung in again}
 
 
 def test_each_rung_is_the_fastest_of_what_is_left() -> None:
@@ -65,20 +71,62 @@ def test_each_rung_is_the_fastest_of_what_is_left() -> None:
 
 def test_what_was_measured_counts_before_what_is_predicted() -> None:
     slow = TOP.but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4, activation_checkpointing=True)
-    fast = make({slow: Measurement(0.1, 0.0, 5, 1e6, 1e9, 2 * GIB)})
+    speed = 0.99 * make()[0].samples_per_second
+    fast = make({slow: Measurement(0.1, 0.0, 5, speed, 1e9, 2 * GIB)})
     assert fast[1].candidate == slow
     assert fast[1].measured
 
 
-def test_no_fallback_is_predicted_faster_than_the_measured_winner() -> None:
+def test_predictions_are_scaled_as_the_winner_was_measured() -> None:
     predicted = make()
-    slow = Measurement(1.0, 0.01, 9, 0.3 * predicted[0].samples_per_second, 1.0, int(predicted[0].peak_bytes))
+    slow = Measurement(1.0, 0.01, 9, 0.3 * predicted[0].samples_per_second, 1.0, round(2.0 * predicted[0].peak_bytes))
     ladder = make({TOP: slow})
-    assert ladder[0].samples_per_second == slow.samples_per_second
     assert [rung.candidate for rung in ladder] == [rung.candidate for rung in predicted]
-    for rung, before in zip(ladder[1:], predicted[1:], strict=True):
-        assert rung.samples_per_second <= slow.samples_per_second
-        assert rung.samples_per_second <= 0.31 * before.samples_per_second, "scaled as the winner is"
+    for rung, before in zip(ladder, predicted, strict=True):
+        assert math.isclose(rung.samples_per_second, 0.3 * before.samples_per_second, rel_tol=1e-6)
+        assert math.isclose(rung.peak_bytes, 2.0 * before.peak_bytes, rel_tol=1e-6)
+
+
+def test_a_config_faster_than_the_measured_winner_is_no_rung() -> None:
+    winner = make()[0]
+    won = Measurement(1.0, 0.01, 9, winner.samples_per_second, 1.0, int(winner.peak_bytes))
+    other = TOP.but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4, activation_checkpointing=True)
+    ladder = make({TOP: won, other: replace(won, samples_per_second=2 * won.samples_per_second, peak_bytes=2 * GIB)})
+    assert other not in [rung.candidate for rung in ladder]
+    assert max(rung.samples_per_second for rung in ladder) == won.samples_per_second
+
+
+def test_no_rung_needs_at_least_as_much_as_one_above_by_dominance() -> None:
+    """The figures say otherwise: the larger micro-batch was measured with a third of the memory."""
+    winner = make()[0]
+    won = Measurement(1.0, 0.01, 9, winner.samples_per_second, 1.0, int(winner.peak_bytes))
+    larger = TOP.but(train_micro_batch_size_per_gpu=16, gradient_accumulation_steps=1)
+    larger_accumulated = TOP.but(reduce_bucket_size=1_000_000_000)
+    less = replace(won, samples_per_second=0.99 * won.samples_per_second, peak_bytes=won.peak_bytes // 3)
+    ladder = [rung.candidate for rung in make({TOP: won, larger: less, larger_accumulated: less})]
+    assert len(ladder) > 3
+    for above, below in itertools.combinations(ladder, 2):
+        assert not Dominance([above, below]).at_least_as_large(above)[1]
+
+
+def test_no_rung_needs_at_least_as_much_as_an_oom_of_the_study() -> None:
+    first = make()[1].candidate
+    smaller = first.but(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=8)
+    assert first in [rung.candidate for rung in make(failed={smaller: OutcomeKind.CRASH})]
+    ladder = make(failed={smaller: OutcomeKind.OOM_DEVICE})
+    assert len(ladder) > 2
+    assert not any(Dominance([smaller, rung.candidate]).at_least_as_large(smaller)[1] for rung in ladder[1:])
+
+
+def test_a_host_oom_compares_host_memory() -> None:
+    offloaded = TOP.but(offload_optimizer="cpu")
+    halved = offloaded.but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4)
+    rungs = [Rung(offloaded, 3e9, 3.0, True, 8e9), Rung(halved, 2e9, 2.0, True, 8e9), Rung(TOP, 1e9, 1.0, True)]
+    memory = RungMemory(rungs, HARDWARE, 4)
+    assert memory.at_least_as_large(0, OutcomeKind.OOM_HOST).tolist() == [True, True, False]
+    assert memory.at_least_as_large(0, OutcomeKind.OOM_DEVICE).tolist() == [True, False, False]
+    on_cpu = RungMemory(rungs, replace(HARDWARE, device="cpu"), 4)
+    assert on_cpu.at_least_as_large(0, OutcomeKind.OOM_HOST).tolist() == [True, False, False]
 
 
 def test_a_ladder_survives_its_file(tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ def test_out_of_memory_steps_down_at_once(launch: Launch) -> None:
     assert launch.waited == []
 
 
+def test_a_rung_that_needs_no_less_than_the_oom_is_skipped(launch: Launch) -> None:
+    larger = make_candidate(1, 8, 1)
+    summary = launch.run([{"steps": 3, "error": OOM}, {"steps": 7}], [LADDER[0], larger, LADDER[2]])
+    assert (summary.code, rungs(summary)) == (0, [0, 2])
+    launch.says.clear()
+    (launch.folder / "attempts.rank0").unlink()
+    summary = launch.run([{"steps": 3, "error": OOM}], [LADDER[0], larger])
+    assert rungs(summary) == [0]
+    assert launch.says[-1] == "no config with less memory is left on the ladder: giving up"
+
+
 @pytest.mark.slow
 def test_a_rung_whose_op_cannot_be_built_is_passed_over(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image without a compiler: the rank would end with `Unable to JIT load`, which is nobody's memory."""
