@@ -126,7 +126,11 @@ def poison(trap: Trap) -> None:
     module(folder / "evil_workload.py", marks)
     model = folder / "evil_model"
     module(model / "modeling_evil.py", marks)
-    rung = {"candidate": {"zero_stage": 0, "csv_monitor.output_path": str(marks / "rung")}, "peak_bytes": 1, "host_bytes": 0}
+    rung = {
+        "candidate": {"zero_stage": 0, "csv_monitor.output_path": str(marks / "rung")},
+        "peak_bytes": 1,
+        "host_bytes": 0,
+    }
     (trap.study / "s.ladder.json").write_text(json.dumps([{**rung, "samples_per_second": 1.0, "measured": True}]))
     auto = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
     (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,19 @@ from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError
 from autotune.predict.trace import traced_predictor
-from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
-from autotune.problem.ds_config import BATCH, global_batch_of, read_config, value_at
+from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
-from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
-from autotune.script.argument_files import argument_names, find_key, knob_values, launcher_file, own_config, own_files
+from autotune.recovery.supervisor import FirstStep, LaunchSummary, Supervisor, check_script
 from autotune.script.argument_writer import with_declared_files
-from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
-from autotune.script.profile import over_present, own_samples
-from autotune.script.script import KNOWN_FLAGS, config_path, line_of, wrong_batch_warning
-from autotune.script.source_digests import SOURCES, digests
+from autotune.script.script import line_of, wrong_batch_warning
 from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
+from autotune.search.trials import Record
 from autotune.util.units import counted
 from autotune.workers.gpu_locks import lock_gpus
 
@@ -46,6 +41,7 @@ class _Training:
     ladder: list[Rung]
     folder: Path
     threads: int | None = None  # CPU threads per rank during measurement; None: nothing was measured
+    first_step: FirstStep | None = None  # None: any batch is accepted
 
 
 def launch_training(
@@ -109,6 +105,7 @@ def _launch(
         convert=request.convert,
         print_line=print_line,
         threads=training.threads,
+        first_step=training.first_step,
     )
     if cluster is not None:
         cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
@@ -174,14 +171,32 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
     flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
     script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
     script = with_declared_files(script)
-    launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
-    job, lines = launched.checked(setup.global_batch_size)
-    for line in lines:
-        print_line(line)
+    first_step = _first_step(setup.global_batch_size, store, winner)
+    if first_step is not None:
+        print_line(f"{first_step.samples} samples per optimizer step, as in study {store.name}")
     if line := about_variables(store.name, store.fingerprint, winner.candidate):
         print_line(line)
     ladder = ladder_of(store, tuned, winner.candidate, setup.request.convert)
-    return _Training(dataclasses.replace(job, script=script), store.hardware, ladder, _folder_of(store), store.threads)
+    job = dataclasses.replace(job, script=script)
+    return _Training(job, store.hardware, ladder, _folder_of(store), store.threads, first_step)
+
+
+def _first_step(asked: int | str | None, store: StudyStore, winner: Record) -> FirstStep | None:
+    """Return what the training's first step must have; None if the caller leaves the batch open.
+
+    Raises:
+        UserError: the caller asks for another batch than the study's.
+    """
+    samples = winner.candidate.rows_per_rank * store.job.data_ranks
+    if asked not in (None, FREE, samples):
+        raise UserError(
+            f"--global-batch-size {asked}: study {store.name} was tuned for {samples} samples per optimizer step. Give that, "
+            f"or tune again with {asked}"
+        )
+    trace = winner.outcome.trace if winner.outcome is not None else None
+    if asked == FREE or (trace is None and store.job.script is not None):  # then the script's rows may be packed
+        return None
+    return FirstStep(store.name, samples, trace)
 
 
 def _folder_of(store: StudyStore) -> Path:
@@ -256,169 +271,6 @@ def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
     return recovery_ladder(candidates[ranked[0]], plan.space, plan.job, predictor, {}, convert=convert)
 
 
-# -- launched command --------------------------------------------------------------------------------------------------
-#
-# The two commands are compared with each other, not with the observations of the first. A script may count its batch by
-# its own rules, and a change of the words changes its steps by the same factor.
-
-_TRAINERS = {MICRO_BATCH: 8, ACCUMULATION: 1}  # defaults of transformers' TrainingArguments
-_OFF = ("false", "False", "0", "no")
-
-
-@dataclasses.dataclass(frozen=True)
-class Launched:
-    """A launched command, and the study under whose winner it trains.
-
-    Attributes:
-        job: the study's.
-        script: the launched script, with the study's findings about it.
-        sources: digests of the files that the study's script used, by path.
-    """
-
-    study: str
-    job: Job
-    winner: Candidate
-    script: Script
-    sources: Mapping[str, str]
-
-    def checked(self, asked: int | str | None) -> tuple[Job, list[str]]:
-        """Return the job with the command's present precision, and lines about differences from the measured job.
-
-        Args:
-            asked: samples per optimizer step that the caller wants, or `free`: the study's; None: the command's.
-
-        Raises:
-            UserError: the command's steps have another number of samples than the study's.
-        """
-        config = self._edited_config()
-        lines = self._about_batch(asked, config)
-        return self._about_arithmetic(config, lines)
-
-    # -- the batch ---------------------------------------------------------------------------------------------------
-
-    def _about_batch(self, asked: int | str | None, config: dict[str, Any] | None) -> list[str]:
-        target, tuned = self.script.target, self.winner.rows_per_rank * self.job.data_ranks
-        if asked not in (None, FREE, tuned):
-            raise UserError(
-                f"--global-batch-size {asked}: study {self.study} was tuned for {tuned} samples per optimizer step. Give that, "
-                f"or tune again with {asked}"
-            )
-        now, untold = self._samples_now(config)
-        if asked is not None or now in (None, tuned, self._first_samples):
-            told = untold and asked is None
-            return [f"{target} no longer sets its batch: {tuned} samples per optimizer step, as tuned"] if told else []
-        if self.script.holds_batch:
-            return [f"{target} sets {now} samples per optimizer step now, and the study measured {self._first_samples}"]
-        if self.job.global_batch_size is None:  # the study has chosen it
-            return [
-                f"{target} sets {now} samples per optimizer step; the study was free to choose, and {tuned} are trained"
-            ]
-        raise UserError(
-            f"{target} sets {now} samples per optimizer step, and study {self.study} was tuned for {tuned}. Change the script, "
-            f"tune again with its batch, or give --global-batch-size {tuned} to train with the study's"
-        )
-
-    @property
-    def _first_samples(self) -> int | None:
-        """Samples per step of the tuned script in its probe run; None if no script was tuned."""
-        first = self.job.script
-        return own_samples(first, self.job.ranks) if first is not None and "micro_batch" in first.profile else None
-
-    def _samples_now(self, config: dict[str, Any] | None) -> tuple[int | None, bool]:
-        """Return the samples per step by the command, or None, and whether a setting was dropped whose default is unknown.
-
-        Only the script knows such a default.
-        """
-        first, before = self.job.script, self._first_samples
-        if first is None or before is None:
-            return self._samples_of_words(config or {}), False
-        through = bool(first.profile.get("through_arguments"))
-        trainers, share, untold, unchanged = through and framework_of(first) is None, Fraction(1), False, []
-        for knob, name in ((MICRO_BATCH, "micro_batch"), (ACCUMULATION, "accumulation")):
-            then, now = _command_batch_size(first, knob), _command_batch_size(self.script, knob)
-            if now is None and then is not None:
-                default = _TRAINERS[knob] if trainers and _said_to_trainer(first, knob) else None
-                now = default or (_count(config, knob) if config is not None and not through else None)
-            changed = Fraction(now, then or int(first.profile[name])) if now is not None else Fraction(1)
-            unchanged += [knob] if changed == 1 else []
-            share *= changed if not first.loop_cuts else 1  # the engine's batch is a whole step's, however it is cut
-            untold |= now is None and then is not None
-        if config is not None and not through:
-            share *= self._share_of(first.profile["config"], config, unchanged)
-        return round(before * share), untold
-
-    def _samples_of_words(self, config: dict[str, Any]) -> int | None:
-        """Return the samples per step of a script without a probe run: from its words, or else from its config."""
-        words = {knob: size for knob in _TRAINERS if (size := _command_batch_size(self.script, knob)) is not None}
-        told = {**config, **words}
-        if len(words) == len(_TRAINERS):
-            told.pop(BATCH, None)
-        elif told.get(ACCUMULATION) == "auto" and _said_to_trainer(self.script, MICRO_BATCH):
-            told[ACCUMULATION] = _TRAINERS[ACCUMULATION]
-        return global_batch_of(told, self.job.ranks)[0]
-
-    def _share_of(self, old: dict[str, Any], new: dict[str, Any], knobs: Sequence[str]) -> Fraction:
-        """Return the factor by which an edited config enlarges the steps, in these knobs."""
-        then, now = (global_batch_of(one, self.job.ranks)[0] for one in (old, new))
-        if len(knobs) == len(_TRAINERS) and then and now:
-            return Fraction(now, then)
-        share = Fraction(1)
-        for knob in knobs:
-            then, now = _count(old, knob), _count(new, knob)
-            share *= Fraction(now, then) if then and now else 1
-        return share
-
-    # -- the config --------------------------------------------------------------------------------------------------
-
-    def _edited_config(self) -> dict[str, Any] | None:
-        """Return the DeepSpeed config that the command holds or names now.
-
-        None is returned if the config is in code, or is the same file as in the probe run. A script may change the config that it
-        reads, so that comparing the two would show a difference without an edit.
-        """
-        path = config_path(self.script)
-        inside = own_config(self.script) if path is None else None
-        if path is None:
-            return inside if isinstance(inside, dict) else None
-        try:
-            found = read_config(path)
-        except (OSError, ValueError):
-            return None  # the training itself reports it
-        same = self.sources.items() & digests([path], self.script.cwd).items()
-        return found if isinstance(found, dict) and not same else None
-
-    def _about_arithmetic(self, config: dict[str, Any] | None, lines: list[str]) -> tuple[Job, list[str]]:
-        first, job = self.job.script, self.job
-        if first is None or "config" not in first.profile:
-            return job, lines
-        others = []
-        if config is not None and (old := _optimizer(first.profile["config"])) != (new := _optimizer(config)):
-            others += [f"optimizer {new or 'of its own'}, not {old or 'of its own'}"]
-        before, after = (_value(one, "optim") or "(its default)" for one in (first, self.script))
-        if before != after:
-            others += [f"--optim {after}, not {before}"]
-        precision = over_present(job, config).precision if config is not None else job.precision
-        if precision == job.precision and first.profile.get("through_arguments"):
-            precision = self._told_precision(first)
-        if precision != job.precision:
-            others += [f"precision {precision}, not {job.precision}"]
-            job = dataclasses.replace(job, precision=precision)
-        if others:
-            told = "; ".join(others)
-            lines = [
-                *lines,
-                f"trained otherwise than measured, as the command says now ({told}): memory and speed may differ",
-            ]
-        return job, lines
-
-    def _told_precision(self, first: Script) -> str:
-        """Return the precision of a Trainer's arguments if they differ from the study's; else the job's."""
-        then, now = ([_is_on(one, name) for name in ("bf16", "fp16")] for one in (first, self.script))
-        if then == now:
-            return self.job.precision
-        return "bf16" if now[0] else "fp16" if now[1] else "fp32"
-
-
 def about_variables(study: str, fingerprint: dict[str, Any], winner: Candidate) -> str:
     """Return a line about variables of this process that differ from those of the study's measurement; empty if none do."""
     other = other_variables(fingerprint)
@@ -439,55 +291,3 @@ def _allocator(own: Mapping[str, str], winner: Candidate) -> str:
 
 def _shown(value: str | None) -> str:
     return "not set" if value is None else shlex.quote(" ".join(value.split()))
-
-
-def _command_batch_size(script: Script, knob: str) -> int | None:
-    """Return a batch size from the command: from its last matching word, or else from its files or its launcher."""
-    words = dataclasses.replace(script, files=())
-    flag = dict(script.flags).get(knob) or KNOWN_FLAGS[knob]
-    found = [*knob_values(script, knob), *knob_values(dataclasses.replace(words, flags=((knob, flag),)), knob)]
-    line, file = line_of(script), launcher_file(script)
-    if line.kind == ACCELERATE and knob == ACCUMULATION:
-        inside = (file.data.get("deepspeed_config") or {}) if file is not None else {}
-        found = [inside.get(knob), line.options.get(knob), *found]
-    numbers = [int(word) for one in found if (word := str(one)).isdigit() and int(word) > 0]
-    return numbers[-1] if numbers else None
-
-
-def _said_to_trainer(script: Script, knob: str) -> bool:
-    """Check that a Trainer's own argument sets it, with a known default. Only the script knows the defaults of its flags."""
-    name = KNOWN_FLAGS[knob].removeprefix("--")
-    flags = (word.removeprefix("--").replace("-", "_") for word in argument_names(script.argv) if word.startswith("--"))
-    return name in flags or any(find_key(file.data, (name,)) is not None for file in own_files(script))
-
-
-def _count(config: dict[str, Any], knob: str) -> int | None:
-    """Return a size in a config; None if the config leaves it open, or to its caller by `"auto"`."""
-    value = config.get(knob)
-    return int(value) if isinstance(value, int | float) and value >= 1 else None
-
-
-def _optimizer(config: dict[str, Any]) -> str:
-    section = config.get("optimizer")
-    return str(section.get("type", "")).lower() if isinstance(section, dict) else ""
-
-
-def _value(script: Script, name: str) -> str | None:
-    """Return a Trainer's argument from the command's words, or else from its files.
-
-    The result is empty for a flag without a value, and None if the argument is missing.
-    """
-    found = None
-    for file in own_files(script):
-        place = find_key(file.data, (name,))
-        found = found if place is None else str(value_at(file.data, place))
-    for at, word in enumerate(script.argv):
-        given, equals, value = word.partition("=")
-        if given == f"--{name}":
-            after = "".join(script.argv[at + 1 : at + 2])
-            found = value if equals else "" if after.startswith("-") else after
-    return found
-
-
-def _is_on(script: Script, name: str) -> bool:
-    return (found := _value(script, name)) is not None and found not in _OFF

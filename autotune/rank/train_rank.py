@@ -249,8 +249,9 @@ class TrainRank(BaseRank, TrainingObserver):
         """Count a step and report progress."""
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
-        if self.steps == LEAST_STEPS:
+        if self.steps in (1, LEAST_STEPS):
             self.channel.send("traced", trace=self.context.trace.report())
+        if self.steps == LEAST_STEPS:
             self.context.trace = TraceRecorder(most_steps=0)
 
     def failed(self, error: BaseException) -> None:

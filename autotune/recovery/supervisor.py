@@ -25,11 +25,11 @@ from autotune.problem.candidate import rank_variables
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
-from autotune.problem.training_trace import TrainingTrace
+from autotune.problem.training_trace import LEAST_STEPS, TrainingTrace
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung, RungMemory
 from autotune.script.argument_writer import write_trial_files
-from autotune.search.certificate import length_lines, structure_differs
+from autotune.search.certificate import length_lines, rows_factor, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.linux import NOTICES, handled_signals
@@ -84,6 +84,27 @@ class LaunchSummary:
         return {"code": self.code, "attempts": [dataclasses.asdict(one) for one in self.attempts]}
 
 
+@dataclass(frozen=True)
+class FirstStep:
+    """The batch of a study, which the first optimizer step of a training must have."""
+
+    study: str
+    samples: int
+    trace: TrainingTrace | None  # of the winner; None: the study measured no script, and a sample is a row
+
+    def complaint(self, trace: TrainingTrace) -> str:
+        """Return how the first step of a training differs; empty if it does not."""
+        seen = trace.steps[0].rows
+        if self.trace is not None:
+            seen = round(self.samples * rows_factor(self.trace, trace))
+        if not seen or seen == self.samples:
+            return ""
+        return (
+            f"its first step has {seen} samples, and study {self.study} was tuned for {self.samples}. Restore the tuned batch, "
+            "tune again, or add --global-batch-size free to train with this one"
+        )
+
+
 class Supervisor:
     """Run a script's ranks under the rungs of a ladder until the script ends by itself.
 
@@ -96,6 +117,7 @@ class Supervisor:
         machine: starts the ranks here, and is opened and closed by the caller; None: each rank is a separate interpreter,
             which ends as the script alone would.
         threads: CPU threads per rank, as the study was measured with; None: a share of this machine's.
+        first_step: batch that the first step must have; None: any.
     """
 
     def __init__(
@@ -111,6 +133,7 @@ class Supervisor:
         convert: bool = False,
         machine: LaunchTarget | None = None,
         threads: int | None = None,
+        first_step: FirstStep | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
@@ -133,7 +156,8 @@ class Supervisor:
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
         self._reference: TrainingTrace | None = None  # of the first attempt
-        self._otherwise = ""  # how a later attempt trains something else
+        self._first_step = first_step
+        self._otherwise = ""  # how the first attempt differs from the study, or a later one from the first
 
     def run(self, cluster: LaunchTarget | None = None) -> LaunchSummary:
         """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them.
@@ -317,7 +341,7 @@ class Supervisor:
             if stop is WatchEnd.ARRIVED:
                 stop = group.watch(lambda: group.all_succeeded)
             if self._otherwise and self._signal is None:
-                return heard.end(1, None, f"stopped, because {self._otherwise}")
+                return heard.end(ExitCode.BAD_INPUT, None, f"stopped, because {self._otherwise}")
             if stop is WatchEnd.CANCELLED:
                 return self._leave(group, heard)
             return end_of(stop, group, heard, self.hardware)
@@ -331,15 +355,23 @@ class Supervisor:
             self._begun |= heard.begun
 
     def _compare(self, heard: AttemptMessages) -> None:
-        """Compare the first steps of an attempt with those of the first one, once all ranks have reported them.
+        """Compare the first step with the study's batch, and the first steps of a restart with those of the first attempt.
 
-        A training that goes on with other rows or another learning rate is stopped.
+        A training with other rows, or that goes on with another learning rate, is stopped.
         """
         if len(heard.traces) < self.job.ranks:
             return
         trace = TrainingTrace.merged([heard.traces[rank] for rank in sorted(heard.traces)])
-        if trace is None or self._reference is None:
-            self._reference = self._reference or trace
+        if trace is None:
+            return
+        if self._reference is None and self._first_step is not None:
+            self._otherwise = self._first_step.complaint(trace)
+        if self._otherwise:
+            self.print_line(f"stopped: {self._otherwise}")
+        elif len(trace.steps) < LEAST_STEPS:
+            return
+        elif self._reference is None:
+            self._reference = trace
         elif why := structure_differs(self._reference, trace):
             self._otherwise = why
             self.print_line(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")

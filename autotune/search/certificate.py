@@ -883,6 +883,11 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
     return ""
 
 
+def rows_factor(reference: TrainingTrace, trace: TrainingTrace) -> float:
+    """Return the ratio of the rows per optimizer step; 1 if they are equal, however the step is cut."""
+    return _rows_factor(reference, trace, cut=True) or 1.0
+
+
 def trains_otherwise(job: Job, records: Sequence[Record]) -> Callable[[Candidate], bool]:
     """Return a test for candidates that train something else than the user's config, by what a study has traced."""
     certifier = Certifier.of(job, records)

@@ -1,6 +1,6 @@
 """A rank that trains nothing: it ends as `plan.json` says, in the folder that it starts in: a list, by attempt, of which the last
 entry stands for all that follow. An entry has `hello` (`exit N` or a signal before the first word), `steps`, `kinds` and `error`
-(a report of the failure; `unloaded`: a checkpoint upon which), `signal`, `code` (the script's own), `run` (words of a process that is left running at the end); `wait`
+(a report of the failure; `unloaded`: a checkpoint upon which), `signal`, `code` (the script's own), `traced` (a trace to report), `run` (words of a process that is left running at the end); `wait`
 has it write `waiting` and wait for a file `go`, `caught` are signals that it catches: it writes their names into `caught` and waits
 on, and after SIGTERM no more; `output` is a folder of Trainer's, `resumed`
 a checkpoint, and `written` when it was. What it is told of bad checkpoints it adds to the file `bad`, a line
@@ -63,6 +63,8 @@ def main(address: str, number: int) -> None:
         channel.send("resumed", path=plan["resumed"], written=plan.get("written"))
     for step in range(plan.get("steps", 0)):
         channel.send("progress", steps=step + 1)
+    if "traced" in plan:
+        channel.send("traced", trace=plan["traced"])
     if plan.get("wait"):
         Path("waiting").write_text(str(os.getpid()))
         while not Path("go").exists():

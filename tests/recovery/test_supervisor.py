@@ -105,6 +105,18 @@ def test_a_rung_that_needs_no_less_than_the_oom_is_skipped(launch: Launch) -> No
     assert launch.says[-1] == "no config with less memory is left on the ladder: giving up"
 
 
+@pytest.mark.parametrize(("rows", "code"), [(4, 0), (16, 2)])
+def test_another_batch_than_the_studys_ends_the_start(launch: Launch, rows: int, code: int) -> None:
+    step = {"micro_batches": 1, "forwards": 1, "rows": rows, "digest": 0.5, "loss": 1.0, "gradient_norm": 1.0}
+    step |= {"elements": 0, "squares": 0.0, "rates": [1e-4], "skipped": False}
+    trace = {"steps": [step], "stage": 1, "precision": "fp32", "accumulation": 1, "draws": False, "missing": ""}
+    made = launch.make([{"steps": 1, "traced": trace, "wait": code == 2}])
+    made._first_step = supervisor.FirstStep("s", 4, None)
+    assert made.run().code == code
+    complaint = "stopped: its first step has 16 samples, and study s was tuned for 4. Restore the tuned batch"
+    assert any(line.startswith(complaint) for line in launch.says) is (code == 2)
+
+
 @pytest.mark.slow
 def test_a_rung_whose_op_cannot_be_built_is_passed_over(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image without a compiler: the rank would end with `Unable to JIT load`, which is nobody's memory."""
