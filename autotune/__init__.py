@@ -140,7 +140,7 @@ def launch(
         study: name of the study, or its folder.
         command: the script and its arguments.
         print_line: receives lines for display.
-        options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `trust`, `convert` and
+        options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `convert` and
             `global_batch_size`, as on the command line.
 
     Raises:

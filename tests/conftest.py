@@ -377,7 +377,6 @@ def traces_of_this_run(shared_folder: Path) -> Iterator[None]:
     where torch is imported once; `python -m …` for each of them costs five times as much. See `tracer_process`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOTUNE_CACHE", str(shared_folder / "cache"))
-        patch.setenv("XDG_STATE_HOME", str(shared_folder / "state"))  # what command lines of this run have named
         patch.setattr(tracing, "_run_tracer", _trace_here)
         yield
 

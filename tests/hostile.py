@@ -73,7 +73,7 @@ class Trap:
 
     def call(self, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
         """`python -m autotune words…` from the stranger's folder."""
-        env = {**os.environ, "PYTHONPATH": str(self.hooks), "XDG_STATE_HOME": str(self.hooks / "state")}
+        env = {**os.environ, "PYTHONPATH": str(self.hooks)}
         env["AUTOTUNE_CACHE"] = str(self.hooks / "cache")
         env |= more.pop("env", {})
         self.log.unlink(missing_ok=True)

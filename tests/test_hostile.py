@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import sqlite3
 import struct
 import subprocess
@@ -18,14 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import Request
-from autotune.commands.trust import grant, named_by, remembered, remembered_python
-from autotune.errors import UserError
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import OutcomeKind
 from autotune.recovery.ladder import ladder_path, stored_ladder
-from autotune.script.recorded import knob_names
-from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space
 from tests.studies import study_of_every_kind
@@ -82,11 +75,20 @@ def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:
 LAUNCH = ("launch", "s", "--", "train.py", "--deepspeed", "c.json")
 
 
-def test_a_launch_without_a_terminal_names_what_would_run_and_ends(trap: Trap) -> None:
+def test_a_launch_without_the_studys_python_says_what_to_type(trap: Trap) -> None:
+    (trap.folder / "train.py").touch()
     done = trap.call(*LAUNCH)
     assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
     assert len(done.stderr.strip().splitlines()) == 1
-    for named in ("Python", "evil/python", "workload evil_workload:build", "remote code of", "--trust"):
+    assert f"study s was measured in {trap.folder}/evil/python. Add --python {trap.folder}/evil/python" in done.stderr
+
+
+def test_a_launch_in_the_readers_python_runs_no_code_of_the_study(trap: Trap) -> None:
+    (trap.folder / "train.py").touch()
+    done = trap.call("launch", "s", "--python", sys.executable, *LAUNCH[2:])
+    assert (done.returncode, trap.executed) == (2, [])
+    assert not any("evil" in line for line in trap.started())
+    for named in ("a study supplies no code", "workload evil_workload:build", "remote code of", "kernel "):
         assert named in done.stderr
 
 
@@ -94,53 +96,17 @@ def test_a_run_with_a_hostile_study_does_not_take_its_python(trap: Trap) -> None
     done = trap.call("run", "--study", "s", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--yes")
     assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "evil/python" in done.stderr
-    assert "--trust" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("answer", "ran"), [pytest.param("n", [], marks=SLOW), pytest.param("\n", [], marks=SLOW), ("y", ["python"])]
-)
-def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: list[str]) -> None:
-    trap = lay(tmp_path)
-    said = at_a_terminal(trap, LAUNCH, answer)
-    assert "evil/python" in said
-    assert "run with it? [y/N]" in said
-    assert "csv_monitor.output_path" in said, "of its ladder"
-    assert trap.executed == ran
-    if ran:  # the answer is remembered: the same things are not asked again
-        assert "[y/N]" not in at_a_terminal(trap, LAUNCH, "n")
+    assert "Add --python" in done.stderr
 
 
 @pytest.mark.slow
-def test_trust_on_the_command_line_runs_it(tmp_path: Path) -> None:
-    """That the trap snaps."""
+def test_a_typed_python_runs(tmp_path: Path) -> None:
+    """The trap snaps."""
     trap = lay(tmp_path)
-    trap.call(*LAUNCH, "--trust") if LAUNCH[-1] == "--trust" else trap.call("launch", "--trust", *LAUNCH[1:])
+    (trap.folder / "train.py").touch()
+    trap.call("launch", "s", "--python", str(trap.folder / "evil" / "python"), *LAUNCH[2:])
     assert trap.executed == ["python"]
     assert any("evil/python" in line for line in trap.started())
-
-
-def at_a_terminal(trap: Trap, words: tuple[str, ...], answer: str) -> str:
-    """What the command prints at a terminal where the question is answered so."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "XDG_STATE_HOME": str(trap.hooks / "state"), "AUTOTUNE_CACHE": str(trap.hooks / "cache")}
-    command = [sys.executable, "-m", "autotune", *words]
-    process = subprocess.Popen(command, cwd=trap.folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    said, answered, until = "", False, time.monotonic() + 100
-    while time.monotonic() < until:
-        if select.select([ours], [], [], 0.2)[0]:
-            try:
-                said += os.read(ours, 1 << 16).decode(errors="replace")
-            except OSError:
-                break
-        if not answered and "[y/N]" in said:
-            os.write(ours, answer.strip().encode() + b"\n")
-            answered = True
-    process.wait(timeout=60)
-    os.close(ours)
-    return said
 
 
 # -- spaces -----------------------------------------------------------------------------------------------
@@ -358,55 +324,13 @@ def _malformed(stored: dict[str, str], nested: bool) -> Iterator[tuple[str, str]
                     yield key, f'{kept[:-1]}{"," * (len(value) > 1)} "{name}": {bad}}}'
 
 
-# -- whose study, and what a command line grants ---------------------------------------------------------------------------
-
-
-def test_a_study_of_another_user_is_asked_for_by_run_and_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_linked_folder_of_a_study_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK,))
-    reader = os.geteuid() + 1
-    assert remembered_python(Request(study="s"), None) is None, "the reader's own"
-    assert remembered(Request(study="s"), None).job is not None
-    monkeypatch.setattr(os, "geteuid", lambda: reader)
-    for accepting in (remembered_python, remembered):
-        with pytest.raises(UserError, match=r"study of another user: .*study\.db"):
-            accepting(Request(study="s"), None)
-        with pytest.raises(UserError, match="not trusted"):
-            accepting(Request(study="s"), lambda text: "another user" not in text)
-        accepting(Request(study="s", trust=True), None)
-
-
-def test_a_linked_folder_of_a_study_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK,))
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs" / "s" / "logs").symlink_to(tmp_path / "disk")
-    with pytest.raises(UserError, match=r"linked folder runs/s/logs to .*disk"):
-        remembered_python(Request(study="s"), None)
-    remembered_python(Request(study="s"), lambda text: True)
-    remembered_python(Request(study="s"), None)
-
-
-def test_what_a_command_line_named_is_launched_without_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trap = lay(tmp_path)
-    monkeypatch.chdir(trap.folder)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    store = StudyStore.load("s")
-    with pytest.raises(UserError, match="names code"):
-        store.job.order()
-    with pytest.raises(UserError, match="remote code"):
-        remembered(Request(study="s"), None)
-    tried = [*(one.candidate for one in store.records()), *(rung.candidate for rung in stored_ladder(trap.study, "s"))]
-    grant([*named_by(store.job, store.python), *knob_names(tried)])
-    accepted = remembered(Request(study="s"), None).job
-    assert accepted is not None
-    assert accepted.order()["workload"] == "evil_workload:build"
-    (tmp_path / "state" / "autotune" / "trusted").chmod(0o777)  # another user could have put the grants there
-    with pytest.raises(UserError, match="remote code"):
-        remembered(Request(study="s"), None)
+    code, _, err = call(monkeypatch, capsys, "report", "s")
+    assert (code, len(err.strip().splitlines())) == (2, 1)
+    assert "runs/s/logs is a link" in err

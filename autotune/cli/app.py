@@ -73,9 +73,7 @@ def _tune(request: Request, shown: Console) -> None:
     as_json = request.as_json
     confirm = question_asker(request.yes or as_json, default=True)
     try:
-        summary = run_study(
-            request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json, err=True)
-        )
+        summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm)
     except NothingFits as error:
         if as_json and error.summary is not None:
             emit(error.summary)
@@ -128,14 +126,14 @@ def launch(request: Request) -> None:
     """Train your script with the winner. After an OOM, restart it with a config that needs less memory.
 
     A study has its own model, machine and space. Options for them need --model.
-    If your script sets another global batch size than the study, training with
-    the study's size needs --global-batch-size.
+    A study supplies no code: --python, --map and --ds-config of its run are typed
+    again. Training with another batch needs --global-batch-size free.
     """
     from autotune.commands.launch import launch_training
 
     if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, line_printer(request.quiet), ask=question_asker(request.as_json, err=True))
+    summary = launch_training(request, line_printer(request.quiet))
     if request.as_json:
         emit(summary.to_json())
     else:

@@ -69,11 +69,11 @@ def begin(text: str, as_json: bool) -> Console:
     return shown
 
 
-def question_asker(silent: bool, *, default: bool = False, err: bool = False) -> Callable[[str], bool] | None:
+def question_asker(silent: bool, *, default: bool = False) -> Callable[[str], bool] | None:
     """Return a function that asks the reader; None if silent or without a terminal."""
     if silent or not is_watched(sys.stdin):
         return None
-    return lambda text: typer.confirm(text, default=default, err=err)
+    return lambda text: typer.confirm(text, default=default)
 
 
 def emit(data: Any) -> None:

@@ -31,7 +31,7 @@ from autotune.executors.cluster.transports import (
 )
 from autotune.problem.hardware import Hardware
 from autotune.util import inquiry
-from autotune.util.interpreter import OWN, Interpreter, interpreter_at
+from autotune.util.interpreter import OWN, Interpreter, interpreter_at, other_python
 from autotune.util.units import parse_duration
 from autotune.versions import complaint
 
@@ -49,21 +49,19 @@ def ranks_python(
     *,
     needed: Sequence[str] = (),
     named: Sequence[str] | None = None,
-    remembered: str | None = None,
 ) -> Interpreter:
     """Select the ranks' Python.
 
     Args:
-        typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
+        typed: `--python`; without it AUTOTUNE_PYTHON counts, then the tuner's own, then an active one.
         print_line: receives a line about the chosen Python if the user has not named it.
         needed: packages that are required; without any, neither packages nor versions are checked.
         named: packages that are required if the user has named a Python; None: `needed`.
-        remembered: the Python of a study's measurements, if that was not the tuner's own.
 
     Raises:
         UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
-    found, named_by = _found(typed, print_line, remembered)
+    found, named_by = _found(typed, print_line)
     if named_by and named is not None and names_python(typed):
         needed = named
     elif named_by and named is not None:
@@ -87,6 +85,19 @@ def names_python(typed: str | None) -> bool:
     return typed is not None or bool(os.environ.get(VARIABLE, "").strip())
 
 
+def check_studys_python(study: str, measured_in: str | None, typed: str | None, found: Interpreter) -> None:
+    """Check that a study was measured in the ranks' Python, or that the user typed another one.
+
+    Args:
+        measured_in: the study's Python; None if that was the tuner's own.
+
+    Raises:
+        UserError: the study names a Python that the command line does not. A study supplies none.
+    """
+    if measured_in not in (None, other_python(found)) and not names_python(typed):
+        raise UserError(f"study {study} was measured in {measured_in}. Add {OPTION} {measured_in}, or another Python.")
+
+
 def check_versions(interpreter: Interpreter) -> None:
     """Check that the versions of an interpreter's packages are supported.
 
@@ -97,19 +108,13 @@ def check_versions(interpreter: Interpreter) -> None:
         raise UserError(f"{why}: use another version there, or another environment")
 
 
-def _found(typed: str | None, print_line: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:
+def _found(typed: str | None, print_line: Callable[[str], None]) -> tuple[Interpreter, str]:
     """Return the interpreter and the option or variable that named it, empty if none did."""
     for given, name in ((typed, OPTION), (os.environ.get(VARIABLE), VARIABLE)):
         if given is not None and (given.strip() or given is typed):
             if not given.strip():
                 raise UserError(f"{name} is empty: expected the Python of the environment that you train in")
             return interpreter_at(given, name), f"{name} {given}"
-    if remembered is not None:
-        name = "the study's Python"
-        try:
-            return interpreter_at(remembered, name), f"{name} {remembered}"
-        except UserError as error:
-            raise UserError(f"{error}; {OPTION} names another") from None
     if OWN.version("torch") is None and (active := _active()) is not None:
         print_line(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
         return active, f"the active environment's {active.path}"

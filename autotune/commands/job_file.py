@@ -72,11 +72,20 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
         elif value.tag != "tag:yaml.org,2002:null":
             parameter = known[name]
             if parameter.name not in given:
-                values[parameter.name] = _value(parameter, value, f"{where}: {name}", path)
+                values[parameter.name] = found = _value(parameter, value, f"{where}: {name}", path)
+                if parameter.option.is_code and found:
+                    raise UserError(
+                        f"{where}: a job file supplies no code. Add {_as_typed(name, found)} to the command line."
+                    )
     learn_data(values)
     if unused:
         print_line(f"{path}: {command} does not use {', '.join(unused)}")
     return values
+
+
+def _as_typed(name: str, value: Any) -> str:
+    """Return an option as words of a command line."""
+    return f"--{name}" if value is True else shlex.join([f"--{name}", str(value)])
 
 
 def _compose(text: str, path: Path) -> yaml.MappingNode:
@@ -194,7 +203,9 @@ def job_text(request: Request, command: str) -> str:
     text = yaml.safe_dump(masked_data(options), sort_keys=False, allow_unicode=True, width=120) if options else "{}\n"
     head = f"# yaml-language-server: $schema={schema_path()}\n"
     typed = f"# written by `{' '.join(request.command.split())}`\n" if request.command else ""
-    folder = f"# repeat it with `autotune {command}` and this file, from {Path.cwd()}, where relative paths start\n"
+    code = [name for name in options if options_in_files(command)[name].option.is_code]
+    words = " ".join([f"autotune {command}", *(_as_typed(name, options[name]) for name in code)])
+    folder = f"# repeat it with `{words}` and this file, from {Path.cwd()}, where relative paths start\n"
     return head + typed + folder + text
 
 

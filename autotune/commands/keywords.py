@@ -38,7 +38,6 @@ class _RunLaunchOptions(TypedDict, total=False):
     maps: Sequence[str] | None
     ray_address: str | float | PurePath | None
     storage: str | float | PurePath | None
-    trust: bool | None
 
 
 class _RunPlanOptions(TypedDict, total=False):

@@ -9,20 +9,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.environment import SEVERAL_MACHINES, TRAINING, Nodes, check_executor, named_nodes, ranks_python
+from autotune.commands.environment import (
+    SEVERAL_MACHINES,
+    TRAINING,
+    Nodes,
+    check_executor,
+    check_studys_python,
+    named_nodes,
+    ranks_python,
+)
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
-from autotune.commands.trust import Ask, remembered
-from autotune.errors import NothingFits, UserError
+from autotune.errors import NothingFits, UserError, readable
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import FirstStep, LaunchSummary, Supervisor, check_script
 from autotune.script.argument_writer import with_declared_files
-from autotune.script.parse_command import launchers_config
-from autotune.script.script import line_of, wrong_batch_warning
+from autotune.script.recorded import check_candidate, job_to_train, with_findings
+from autotune.script.script import wrong_batch_warning
 from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
@@ -44,15 +51,12 @@ class _Training:
     first_step: FirstStep | None = None  # None: any batch is accepted
 
 
-def launch_training(
-    request: Request, print_line: Callable[[str], None] = print, *, ask: Ask | None = None
-) -> LaunchSummary:
+def launch_training(request: Request, print_line: Callable[[str], None] = print) -> LaunchSummary:
     """Train a script to its end under a study's winner, or without a study under the best config of a plan.
 
     Args:
         request: its `study` or its `model`, and its `script`.
         print_line: receives lines for display.
-        ask: asks the reader a question; None without a terminal.
 
     Raises:
         UserError: bad input, or a study of another script.
@@ -65,23 +69,18 @@ def launch_training(
         raise UserError(f"launch needs the script to train: `autotune launch {whose} -- train.py its arguments`")
     if request.model and request.study is not None:
         raise UserError("--model plans a training without a study. Remove --model, or the study.")
-    known = remembered(request, ask)
-    request = dataclasses.replace(request, maps=known.maps_under(request.maps))
-    python = ranks_python(request.python, print_line, needed=TRAINING, remembered=known.python)
+    python = ranks_python(request.python, print_line, needed=TRAINING)
     with named_nodes(request, print_line, python, lasting=True) as nodes:
-        return _launch(launch_setup(request, nodes, python), nodes, known.job, print_line)
+        return _launch(launch_setup(request, nodes, python), nodes, print_line)
 
 
-def _launch(
-    setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, print_line: Callable[[str], None]
-) -> LaunchSummary:
+def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str], None]) -> LaunchSummary:
     request = setup.request
     if request.study is not None:
         # raises if there is none
         store = StudyStore.load(request.study, request.storage or None, interpreter=setup.interpreter)
-        assert accepted is not None
-        accepted = dataclasses.replace(accepted, interpreter=setup.interpreter)
-        training = _from_study(setup, store, accepted, print_line)
+        with readable("the study"):
+            training = _from_study(setup, store, print_line)
     else:
         training = _from_plan(setup)
     found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
@@ -147,9 +146,10 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
     return found.reserving(tuned.reserve_bytes)
 
 
-def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Callable[[str], None]) -> _Training:
-    """Return a training under a study's winner, with the study's findings about the script that the reader accepted (`job`)."""
-    script, tuned = setup.script, job
+def _from_study(setup: LaunchSetup, store: StudyStore, print_line: Callable[[str], None]) -> _Training:
+    """Return a training of the typed script under a study's winner, with the study's findings about the script."""
+    script, job = setup.script, store.job
+    check_studys_python(store.name, store.python, setup.request.python, setup.interpreter)
     check_script(store.name, job, script.target)
     typed = setup.typed
     if typed.ranks not in (None, store.hardware.per_node):
@@ -167,17 +167,19 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
         print_line(
             f"study {store.name} measured {job.model.name} with synthetic batches, not a script: its config is used"
         )
-    known = job.script or script
-    flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
-    script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
+    check_candidate(store.name, winner.candidate)
+    if job.script is not None:
+        script = with_findings(store.name, job.script, script)
     script = with_declared_files(script)
     first_step = _first_step(setup.global_batch_size, store, winner)
     if first_step is not None:
         print_line(f"{first_step.samples} samples per optimizer step, as in study {store.name}")
     if line := about_variables(store.name, store.fingerprint, winner.candidate):
         print_line(line)
-    ladder = ladder_of(store, tuned, winner.candidate, setup.request.convert)
-    job = dataclasses.replace(job, script=script)
+    ladder = ladder_of(store, winner.candidate, setup.request.convert)
+    for rung in ladder:
+        check_candidate(store.name, rung.candidate)
+    job = job_to_train(job, script)
     return _Training(job, store.hardware, ladder, _folder_of(store), store.threads, first_step)
 
 
@@ -212,17 +214,7 @@ def _folder_of(store: StudyStore) -> Path:
     return folder
 
 
-def _config_beside(known: Script, script: Script) -> str | None:
-    """Return the DeepSpeed config that no word of the script itself names.
-
-    The launcher's present config is returned. If the study had its own by --ds-config, which took precedence over the
-    launcher's, that is returned.
-    """
-    given = known.ds_config is not None and known.ds_config != launchers_config(line_of(known), known.files, known.cwd)
-    return known.ds_config if given else script.ds_config or known.ds_config
-
-
-def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> list[Rung]:
+def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
     """Return the recovery ladder of a study's winner: as `run` wrote it, or a new one if none was written for this winner.
 
     A new one is built from the study's measurements, and from predictions that its outcomes have calibrated.
@@ -232,7 +224,7 @@ def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> lis
         known = stored_ladder(folder, store.name)
         if known and known[0].candidate == top:
             return known
-    unprotected = dataclasses.replace(job, unprotected=True)  # as the training itself, whose code was accepted
+    unprotected = dataclasses.replace(store.job, unprotected=True)  # as the training itself
     predictor = traced_predictor(unprotected, store.hardware)
     for record in store.records():
         if record.outcome is not None:
@@ -248,7 +240,7 @@ def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> lis
         trains_otherwise=trains_otherwise(store.job, store.records()),
     )
     if not convert and folder is not None and output_folder(folder) == folder:
-        write_ladder(ladder_path(folder, store.name), ladder, job)
+        write_ladder(ladder_path(folder, store.name), ladder, store.job)
     return ladder
 
 

@@ -61,6 +61,7 @@ class Option:
     complete: str = ""  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
     variable: str | None = None  # environment variable that sets the option
     in_python: bool = True  # the Python API has the option
+    is_code: bool = False  # it names code to run, which a job file does not supply: it must be typed
     plan: Variant = Variant()
     launch: Variant = Variant()
 
@@ -110,6 +111,7 @@ class Request:
         Panel.TRAINING,
         "run plan",
         metavar="MODULE:FUNCTION",
+        is_code=True,
     )
     task: str | None = _option(
         None,
@@ -283,6 +285,7 @@ class Request:
         Panel.MACHINE,
         first="launch",
         metavar="PATH",
+        is_code=True,
     )
     isolation: str = _option(
         "fork",
@@ -446,13 +449,9 @@ class Request:
     unprotected: bool = _option(
         False, "Run your code even if this machine cannot protect your files from its writes.", Panel.TRUST, "run plan"
     )
-    trust: bool = _option(
-        False,
-        "Run the Python, workload, remote code and variables that a study or table of another user names.",
-        Panel.TRUST,
-        "run launch",
+    trust_remote_code: bool = _option(
+        False, "Run code of the model's repository.", Panel.TRUST, "run plan", is_code=True
     )
-    trust_remote_code: bool = _option(False, "Run code of the model's repository.", Panel.TRUST, "run plan")
 
     # -- no options
     runs: Path = Path("runs")

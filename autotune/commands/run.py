@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
+from autotune.commands.environment import NAMED_MODEL, TRAINING, check_studys_python, named_nodes, ranks_python
 from autotune.commands.job_file import COMMAND_FILE, job_text
 from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
-from autotune.commands.trust import Ask, grant, named_by, remembered_python
 from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
@@ -40,7 +39,7 @@ from autotune.results.console import PlainObserver, make_observer, record_json, 
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.script.profile import own_candidate
-from autotune.script.recorded import knob_names, runs_user_code
+from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
@@ -60,7 +59,7 @@ from autotune.search.study import Callback, StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
-from autotune.util.interpreter import other_python
+from autotune.util.interpreter import Interpreter, other_python
 from autotune.util.linux import handled_signals
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
@@ -100,15 +99,13 @@ def run_study(
     console: Console,
     *,
     quiet: bool = False,
-    confirm: Ask | None = None,
-    ask: Ask | None = None,
+    confirm: Callable[[str], bool] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> RunSummary:
     """Tune, verify and export.
 
     Args:
         confirm: asks the user a question; None without a terminal.
-        ask: asks the user before code that a study or a table names is run; None without a terminal.
         callbacks: called after each trial, as those of `optuna.Study.optimize`.
 
     Raises:
@@ -118,7 +115,7 @@ def run_study(
         Stopped: the user stopped the tuner before the search began.
     """
     clock = CallClock()
-    confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
+    confirm = clock.stopped_by(confirm)
     needed = TRAINING if request.script or request.workload else NAMED_MODEL
 
     def print_line(text: str) -> None:
@@ -126,10 +123,24 @@ def run_study(
             # soft_wrap keeps paths in one piece
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
-    known = remembered_python(request, ask)
-    python = ranks_python(request.python, print_line, needed=needed, remembered=known)
+    python = ranks_python(request.python, print_line, needed=needed)
+    if request.study is not None:
+        _check_python(request.study, request, python)
     with named_nodes(request, print_line, python) as nodes:
         return _run(run_setup(request, nodes, python), clock, console, quiet, confirm, callbacks)
+
+
+@readable("the study")
+def _check_python(study: str, request: Request, python: Interpreter) -> None:
+    """Check that a study was measured in the ranks' Python. A missing study is new.
+
+    Raises:
+        UserError: it was measured in another Python that the user has not typed.
+    """
+    measured_in = None
+    with suppress(UserError):
+        measured_in = StudyStore.load(study, request.storage).python
+    check_studys_python(study, measured_in, request.python, python)
 
 
 def _run(
@@ -242,7 +253,7 @@ class CallClock:
         """Return the seconds that count."""
         return time.monotonic() - self._began - self._answering
 
-    def stopped_by(self, ask: Ask | None) -> Ask | None:
+    def stopped_by(self, ask: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
         """Return the question, with the clock stopped until it is answered; None without a terminal."""
         if ask is None:
             return None
@@ -277,7 +288,6 @@ def _open_study(
     with readable("the study"):
         store, resumed = StudyStore.create_or_resume(*of, force=setup.request.force, shared=shared, callbacks=callbacks)
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
-    grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.print_line)
         agree_on_memory(store, setup.hardware, force=setup.request.force)

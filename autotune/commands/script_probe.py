@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.setup import FREE, Setup
-from autotune.commands.trust import grant, is_granted
 from autotune.errors import MachineError, NothingFits, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
@@ -52,7 +51,7 @@ from autotune.script.profile import (
     job_of,
     own_candidate,
 )
-from autotune.script.recorded import RecordedItem, profile_names
+from autotune.script.recorded import is_data
 from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, stored_findings
 from autotune.search.certificate import Verdict, compare, with_noise
@@ -91,7 +90,6 @@ _UNREACHED = re.compile(  # types of exceptions
 # file in a study's folder: a measured first run, before the checks that follow it
 _UNFINISHED = "probe-unfinished.json"
 _OWN_STEPS = "own_steps"  # key of facts: a run with minimal memory had the script's own batch
-_FIRST_RUN = "first run"  # kind of a grant: this user wrote the stored findings of a probe run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +183,11 @@ def probe(
     known = stored_findings(folder / MEMORY)
     if known.hold(key, script.cwd):
         profile = known.data["profile"]
-        if not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, known.text)):
+        if is_data(profile, script):
             baseline = Outcome.from_json(known.data["baseline"]) if known.data["baseline"] else None
             ran_out = Outcome.from_json(known.data["ran_out"]) if known.data.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
-    baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
+    baseline, facts = _unfinished(folder, key, script) or (None, {})
     if baseline is not None and baseline.measurement is not None:
         print_line(f"{script.name} as it is, from an earlier call: {throughput_text(baseline.measurement)}")
     else:
@@ -211,10 +209,10 @@ def probe(
         raise
 
 
-def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
+def _unfinished(folder: Path, key: str, script: Script) -> tuple[Outcome, dict[str, Any]] | None:
     """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
     known = stored_findings(folder / _UNFINISHED)
-    if not known.hold(key, cwd) or not is_granted(RecordedItem(_FIRST_RUN, known.text)):
+    if not known.hold(key, script.cwd) or not is_data(known.data["facts"], script):
         return None
     return Outcome.from_json(known.data["baseline"]), known.data["facts"]
 
@@ -326,9 +324,8 @@ def remember(probed: Probe, folder: Path) -> None:
 
 
 def _keep(path: Path, text: str) -> None:
-    """Store findings of a probe run, and that this user made them."""
+    """Store findings of a probe run."""
     write_atomically(path, text, private=True)
-    grant([RecordedItem(_FIRST_RUN, text)])
 
 
 def _run_with_least_memory(

@@ -220,7 +220,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
     Raises:
         UserError: bad input.
     """
-    typed = typed_command(request, nodes, interpreter)
+    typed = typed_command(request, nodes, interpreter, request.ds_config)
     script = typed.script
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
@@ -231,8 +231,6 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
             raise UserError(
                 "launch without a study needs --global-batch-size: the sequences per optimizer step of your training"
             )
-        own = str(request.ds_config.resolve()) if request.ds_config else None
-        script = dataclasses.replace(script, ds_config=own or script.ds_config)
         ranks = ranks_asked_for(request.gpus, typed, request.device)
         # the training that is launched has no sandbox either
         request = dataclasses.replace(request, gpus=ranks, unprotected=True)

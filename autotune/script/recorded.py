@@ -1,50 +1,32 @@
-"""Programs that a study or a table names: recorded facts to read, never something to run.
+"""Facts of a study that another user may have made: data to read. They supply no code.
 
-A `RecordedJob` cannot be passed to a process (`Job.order` raises), and a `RecordedPython` is no path. Only `commands.trust` turns
-them into what runs, after the reader's command line named them or the reader accepted them.
+A `RecordedJob` cannot be passed to a process: `Job.order` raises. A training takes from a study only its candidates and findings
+about the script (`with_findings`). Everything that could run or load a program is on the command line of the reader.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job
-from autotune.script.argument_files import PRODUCTS
-from autotune.script.parse_command import declared
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.import_time_env import of_the_device
+from autotune.problem.job import Job, Script
+from autotune.script.argument_files import FOUND, PRODUCTS, argument_names, find_key, own_files
+from autotune.script.environment import VARIABLE
+from autotune.script.parse_command import declared, launchers_config
+from autotune.script.script import SPELLINGS, line_of
 
 _PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash is a kernel from the Hub
-
-
-@dataclass(frozen=True)
-class RecordedItem:
-    """A thing from a study that this machine would run, load or write."""
-
-    kind: str  # for display: "workload"
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.what}"
-
-
-@dataclass(frozen=True)
-class RecordedPython:
-    """The Python in which a study was measured."""
-
-    shown: str
-
-    def __str__(self) -> str:
-        return self.shown
+_PATH = re.compile(r"[/\\~]")
 
 
 class RecordedJob(Job):
-    """Job that names code, as recorded in a study or a table."""
+    """Job that names code, as recorded in a study."""
 
     def order(self) -> dict[str, Any]:
         """Refuse to be run or traced.
@@ -52,8 +34,9 @@ class RecordedJob(Job):
         Raises:
             UserError: always.
         """
-        named = ", ".join(map(str, code_of(self)))
-        raise UserError(f"it names code that this command line does not: {named}; look at it, then add --trust")
+        raise UserError(
+            f"a study supplies no code, and this one names {', '.join(code_of(self))}. Tune your own job first."
+        )
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if isinstance(other, Job) else NotImplemented
@@ -62,7 +45,7 @@ class RecordedJob(Job):
 
 
 def recorded_job(data: Mapping[str, Any]) -> Job:
-    """Return the job in a study's or a table's JSON: a RecordedJob if it names code.
+    """Return the job in a study's JSON: a RecordedJob if it names code.
 
     Raises:
         UserError: it is no job.
@@ -74,14 +57,14 @@ def recorded_job(data: Mapping[str, Any]) -> Job:
         raise UserError(f"the job that was recorded cannot be read ({type(error).__name__}: {error})") from None
 
 
-def code_of(job: Job) -> list[RecordedItem]:
+def code_of(job: Job) -> list[str]:
     """Return the code that runs when the job's model is built, except libraries: a workload and a model's remote code."""
     config = job.model.config
     found = []
     if job.workload is not None:
-        found.append(RecordedItem("workload", f"{job.workload} ({job.model.source}), called from {Path.cwd()}"))
+        found.append(f"workload {job.workload} ({job.model.source})")
     if job.model.trust_remote_code:
-        found.append(RecordedItem("remote code of", str(config.get("_name_or_path") or job.model.source)))
+        found.append(f"remote code of {config.get('_name_or_path') or job.model.source}")
     return [*found, *_code_in(config)]
 
 
@@ -90,54 +73,133 @@ def runs_user_code(job: Job) -> bool:
     return job.script is not None or bool(code_of(job))
 
 
-def training_names(job: Job) -> list[RecordedItem]:
-    """Return what a training under the job's config takes from it, except code: variables, words, files and paths."""
-    script = job.script
-    found = _paths_in(job.base_config)
-    if script is not None:
-        found += profile_names(script.profile)
-        found += [RecordedItem("option", text) for text in declared(script)]
-        found += [RecordedItem("config file", script.ds_config)] if script.ds_config is not None else []
-    return found
+def job_to_train(job: Job, script: Script) -> Job:
+    """Return the job of a training of a typed script, under a recorded job.
+
+    The training builds its own model. Paths in the recorded DeepSpeed config are left out: the script's own config has those
+    that it needs.
+    """
+    fields = {one.name: getattr(job, one.name) for one in dataclasses.fields(Job)}
+    base = {key: value for key, value in job.base_config.items() if not _names_path({key: value})}
+    model = dataclasses.replace(job.model, config={}, trust_remote_code=False)
+    return Job(**{**fields, "script": script, "workload": None, "model": model, "base_config": base})
 
 
-def profile_names(profile: Mapping[str, Any]) -> list[RecordedItem]:
-    """Return what ranks take from a script's profile: variables, words of the command, kernels and paths."""
-    variables, spellings = (dict(profile.get(name) or {}) for name in ("variables", "spellings"))
-    return [
-        *(RecordedItem("variable", f"{name}={value}") for name, value in variables.items()),
-        *(RecordedItem("option", f"{flag} {json.dumps(words)}") for flag, words in spellings.items()),
-        *(RecordedItem("option", f"{flag} {value}") for flag, value in (profile.get(PRODUCTS) or {}).items()),
-        *_code_in(profile.get("model_config")),
-        *_paths_in(profile.get("config")),
-    ]
+def check_candidate(study: str, candidate: Candidate) -> None:
+    """Check that a study's candidate sets no path.
+
+    Raises:
+        UserError: it sets one, to which a training would write.
+    """
+    for name, value in candidate.knobs:
+        if _names_path({name: value}):
+            raise UserError(
+                f"study {study} sets {name} to {value}, and a study supplies no path. Put it into your DeepSpeed config, and "
+                "tune without that knob."
+            )
 
 
-def knob_names(candidates: Iterable[Candidate]) -> list[RecordedItem]:
-    """Return the paths among candidates' values."""
-    return list(dict.fromkeys(one for candidate in candidates for one in _paths_in(candidate.as_dict)))
+# -- findings about a script -------------------------------------------------------------------------------------------
 
 
-def _code_in(config: Any) -> list[RecordedItem]:
-    """Return the code that a model's configuration names."""
+def with_findings(study: str, known: Script, typed: Script) -> Script:
+    """Return the typed script with a study's findings about it.
+
+    Raises:
+        UserError: the study's command had something that the typed one lacks; the message says what to add.
+    """
+    missing = [f"--map {text}" for text in declared(known) if _is_untyped_map(text, known, typed)]
+    beside = known.ds_config
+    if beside is not None and beside != launchers_config(line_of(known), known.files, known.cwd):
+        missing += [f"--ds-config {beside}"] if typed.ds_config is None else []
+    if missing:
+        raise UserError(
+            f"study {study} was tuned with {' '.join(missing)}, and what a study names is typed again: add it to the command line"
+        )
+    profile = data_of(known.profile, typed)
+    for name in known.variables.keys() - profile.get(_VARIABLES, {}).keys():
+        raise UserError(
+            f"study {study} was measured with {name}={known.variables[name]}, which its script sets, and a study supplies no "
+            f"paths. Set {name} in front of autotune."
+        )
+    flags = {**profile.get(FOUND, {}), **dict(typed.flags)}
+    return dataclasses.replace(typed, flags=tuple(flags.items()), profile=profile)
+
+
+def _is_untyped_map(text: str, known: Script, typed: Script) -> bool:
+    knob, _, flag = text.partition("=")
+    return known.profile.get(FOUND, {}).get(knob) != flag and knob not in dict(typed.flags)
+
+
+_VARIABLES = "variables"  # key of a profile: device variables that the script's code sets
+
+
+def data_of(profile: Mapping[str, Any], typed: Script) -> dict[str, Any]:
+    """Return the findings about a script that are data, whoever recorded them.
+
+    A found flag carries a batch size and is on the typed command, in its files or in its environment. A spelling is the
+    flag itself, switched or negated. A variable belongs to the device and is no path, unless this process has it.
+    """
+    variables_here = [f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment)}]
+    names = {*argument_names(typed.argv), *variables_here}
+    files = own_files(typed)
+
+    def is_typed(flag: object) -> bool:
+        return flag in names or any(find_key(file.data, (str(flag).rpartition(".")[2],)) for file in files)
+
+    carriers, products = dict(profile.get(FOUND) or {}), dict(profile.get(PRODUCTS) or {})
+    spellings, variables = dict(profile.get(SPELLINGS) or {}), dict(profile.get(_VARIABLES) or {})
+    kept: dict[str, dict[str, Any]] = {
+        FOUND: {
+            knob: flag for knob, flag in carriers.items() if knob in (MICRO_BATCH, ACCUMULATION) and is_typed(flag)
+        },
+        PRODUCTS: {flag: size for flag, size in products.items() if isinstance(size, int) and is_typed(flag)},
+        SPELLINGS: {flag: words for flag, words in spellings.items() if _is_spelling(flag, words)},
+        _VARIABLES: {name: value for name, value in variables.items() if _is_plain_variable(name, str(value))},
+    }
+    return {**profile, **{key: kept[key] for key in kept if key in profile}}
+
+
+def is_data(profile: Mapping[str, Any], typed: Script) -> bool:
+    """Check that recorded findings are data only, so that a trial may use them."""
+    return data_of(profile, typed) == profile and not _code_in(profile.get("model_config"), remote=False)
+
+
+def _is_spelling(flag: str, words: Any) -> bool:
+    mine = re.compile(rf"{re.escape(flag)}(=\w*)?|--no-[\w-]+")
+    return all(word is None or (isinstance(word, str) and mine.fullmatch(word)) for word in words)
+
+
+def _is_plain_variable(name: str, value: str) -> bool:
+    return os.environ.get(name) == value or (bool(of_the_device([name])) and not _PATH.search(value))
+
+
+# -- values that name code or paths ------------------------------------------------------------------------------------
+
+
+def _code_in(config: Any, *, remote: bool = True) -> list[str]:
+    """Return the code that a model's configuration names.
+
+    Args:
+        remote: include `auto_map`, which transformers only loads if the caller trusts it.
+    """
     found = []
     for path, value in _leaves(config):
         key = path.rpartition(".")[2]
         kernel = key in ("use_kernels", "kernel_config") and value
         if key == "auto_map":
-            found.append(RecordedItem("remote code", f"{path}={value}"))
+            found += [f"remote code {path}={value}"] if remote else []
         elif kernel or (key.endswith("implementation") and value is not None and not _PLAIN.fullmatch(str(value))):
-            found.append(RecordedItem("kernel", f"{path}={value}"))
+            found.append(f"kernel {path}={value}")
     return found
 
 
-def _paths_in(config: Any) -> list[RecordedItem]:
-    """Return the paths that DeepSpeed reads or writes under a DeepSpeed config."""
-    return [
-        RecordedItem("path of the DeepSpeed config", f"{path}={value}")
+def _names_path(config: Any) -> bool:
+    """Check that a value, or a value below it, is a path that DeepSpeed reads or writes."""
+    return any(
+        isinstance(value, str) and (_PATH.search(value) or re.search(r"(path|file|dir)$", path))
         for path, value in _leaves(config)
-        if isinstance(value, str) and (re.search(r"[/\\~]", value) or re.search(r"(path|file|dir)$", path))
-    ]
+    )
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -52,7 +52,6 @@ def edited_since(before: Mapping[str, str], cwd: str | Path) -> list[str]:
 class Findings(NamedTuple):
     """Findings that a probe run stored in a file."""
 
-    text: str = ""
     data: Mapping[str, Any] = MappingProxyType({})
     sources: Mapping[str, str] = MappingProxyType({})  # digests
     variables: Mapping[str, str | None] = MappingProxyType({})  # those that the script read
@@ -71,7 +70,7 @@ def stored_findings(path: Path) -> Findings:
         found = known.get("profile") or known
         sources = {str(name): str(digest) for name, digest in found.get(SOURCES, {}).items()}
         variables = {str(name): None if one is None else str(one) for name, one in found.get(READ, {}).items()}
-        return Findings(text, known, sources, variables)
+        return Findings(known, sources, variables)
     return Findings()
 
 

@@ -109,15 +109,13 @@ def output_file(folder: Path | None, name: str) -> Path:
 
 
 def check_no_links(folder: Path) -> None:
-    """Check that no file directly in a study's folder is a link. autotune creates none, and would write through it.
-
-    Linked folders are accepted by `commands.remembered`: users keep checkpoints on other disks.
+    """Check that nothing directly in a study's folder is a link. autotune creates none, and would write through it.
 
     Raises:
-        UserError: a file is a link.
+        UserError: a file or a folder is a link.
     """
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.is_symlink() and not entry.is_dir():
+        if entry.is_symlink():
             raise UserError(f"{entry} is a link, and files are written there: remove it, or name a file with --out")
 
 

@@ -22,7 +22,7 @@ from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace, fitted, parse_space
-from autotune.script.recorded import RecordedPython, recorded_job
+from autotune.script.recorded import recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
 from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
@@ -232,10 +232,10 @@ class StudyStore:
         return dict(self.fingerprint["versions"])
 
     @property
-    def python(self) -> RecordedPython | None:
+    def python(self) -> str | None:
         """Python of the ranks; None if it is the tuner's own."""
         found = self.attributes.get("python")
-        return RecordedPython(str(found)) if found else None
+        return str(found) if found else None
 
     @property
     def threads(self) -> int:

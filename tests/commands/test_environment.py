@@ -37,16 +37,12 @@ def taken(typed: str | None = None, **options: object) -> tuple[str, list[str]]:
 
 
 def test_who_is_asked_in_which_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed, variable, remembered, _ = (str(stand_in(tmp_path / name / "bin/python")) for name in "abcd")
+    typed, variable, _ = (str(stand_in(tmp_path / name / "bin/python")) for name in "abd")
     monkeypatch.setenv("VIRTUAL_ENV", f"{tmp_path}/d")
     assert taken() == (sys.executable, []), "its own has torch"
-    assert taken(remembered=remembered) == (remembered, [])
     monkeypatch.setenv(module.VARIABLE, variable)
-    assert taken(remembered=remembered) == (variable, [])
-    assert taken(typed, remembered=remembered) == (typed, [])
-    monkeypatch.delenv(module.VARIABLE)
-    with pytest.raises(UserError, match=r"^the study's Python /gone: no such file; .*; --python names another$"):
-        taken(remembered="/gone")
+    assert taken() == (variable, [])
+    assert taken(typed) == (typed, [])
     monkeypatch.setenv(module.VARIABLE, " ")
     assert taken() == (sys.executable, []), "set to nothing, as shells unset"
 
@@ -150,3 +146,15 @@ def test_known_executors_are_accepted(executor: str) -> None:
 def test_an_unknown_executor_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UserError, match=r"^--executor replay:t: expected local, slurm or ray$"):
         check_executor("replay:t")
+
+
+def test_a_studys_python_is_typed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = str(stand_in(tmp_path / "bin/python"))
+    found = module.interpreter_at(other, "--python")
+    module.check_studys_python("s", None, None, module.OWN)
+    module.check_studys_python("s", other, None, found)  # an active environment
+    module.check_studys_python("s", "/another", other, found)
+    with pytest.raises(UserError, match=f"study s was measured in {other}. Add --python {other}, or another Python"):
+        module.check_studys_python("s", other, None, module.OWN)
+    monkeypatch.setenv(module.VARIABLE, "/mine")
+    module.check_studys_python("s", other, None, module.OWN)

@@ -191,3 +191,23 @@ def test_a_switch_of_the_file_is_turned_off_on_the_command_line(tmp_path: Path) 
     assert not got[-1].no_references
     refused = CliRunner().invoke(app, ["--exhaustive", "--no-exhaustive"])
     assert "--exhaustive and --no-exhaustive contradict each other" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python: /x/bin/python", "--python /x/bin/python"),
+        ("workload: mine:build", "--workload mine:build"),
+        ("trust-remote-code: true", "--trust-remote-code"),
+    ],
+)
+def test_a_job_file_supplies_no_code(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "j.yaml").write_text(f"seed: 3\n{line}\n")
+    with pytest.raises(
+        UserError, match=rf"j\.yaml:2: .*: a job file supplies no code\. Add {words} to the command line"
+    ):
+        job_file.read_job(tmp_path / "j.yaml", "run", (), print)
+    name = line.partition(":")[0].replace("-", "_")
+    assert job_file.read_job(tmp_path / "j.yaml", "run", (name,), print) == {"seed": 3}
+    (tmp_path / "j.yaml").write_text("trust-remote-code: false\n")
+    assert job_file.read_job(tmp_path / "j.yaml", "run", (), print) == {"trust_remote_code": False}

@@ -91,28 +91,9 @@ def trace_of(rows: int) -> TrainingTrace:
     return TrainingTrace((step,), stage=1, precision="fp32", accumulation=2)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("said", "words", "micro", "accumulation"),
-    [
-        ([], "--bs 2 --gradient-accumulation-steps 2", "--bs", "--gradient-accumulation-steps"),
-        ([], "--bs 2 trainer.gradient_accumulation_steps=2", "--bs", "trainer.gradient_accumulation_steps"),
-        ([], "--bs 2 --micro_batch_size 7", "--bs", "--gradient-accumulation-steps"),
-        (["--map", "train_micro_batch_size_per_gpu=--rows"], "--rows 2", "--rows", "--gradient-accumulation-steps"),
-        ([], "x.yaml --bs 2", "--bs", "--gradient-accumulation-steps"),
-    ],
-    ids=["as tuned", "another name", "a name beside the mapped", "typed now", "a file"],
-)
-def test_what_the_study_was_told_to_map_holds(
-    said: list[str],
-    words: str,
-    micro: str,
-    accumulation: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_maps_of_the_study_are_typed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was forgotten as soon as the command had one flag whose name is known, and a file that it alone tells was not read."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "Supervisor", NoTraining)
     (tmp_path / "train.py").write_text("")
@@ -120,33 +101,16 @@ def test_what_the_study_was_told_to_map_holds(
     command = "train.py --deepspeed_config ds.json"
     job = tuned(tmp_path, f"{command} --bs 2 --gradient-accumulation-steps 2", through_arguments=False)
     assert job.script is not None
-    known = (
-        ("train_micro_batch_size_per_gpu", "--bs"),
-        ("activation_checkpointing", "checks.memory"),
-        ("gradient_accumulation_steps", "--gradient-accumulation-steps"),  # by its name
-    )
-    study(tmp_path, replace(job, script=replace(job.script, flags=known)))
-    code, _, err = call(monkeypatch, capsys, "launch", "s", "--trust", *said, "--", *command.split(), *words.split())
+    micro, switch = ("train_micro_batch_size_per_gpu", "--bs"), ("activation_checkpointing", "checks.memory")
+    by_name = ("gradient_accumulation_steps", "--gradient-accumulation-steps")
+    study(tmp_path, replace(job, script=replace(job.script, flags=(micro, switch, by_name))))
+    words = ["--", *command.split(), "x.yaml", "--bs", "2", "--gradient-accumulation-steps", "2"]
+    code, _, err = call(monkeypatch, capsys, "launch", "s", *words)
+    maps = ["--map", "train_micro_batch_size_per_gpu=--bs", "--map", "activation_checkpointing=checks.memory"]
+    assert (code, len(err.strip().splitlines())) == (2, 1)
+    assert " ".join(maps) in err
+    code, _, err = call(monkeypatch, capsys, "launch", "s", *maps, *words)
     assert code == 0, err
     script = NoTraining.given["job"].script
-    assert dict(script.flags) == {
-        "train_micro_batch_size_per_gpu": micro,
-        "activation_checkpointing": "checks.memory",
-        "gradient_accumulation_steps": accumulation,
-    }
-    assert [Path(file.path).name for file in script.files] == ["x.yaml"] * ("x.yaml" in words)
-
-
-@pytest.mark.parametrize(("given", "taken"), [(None, "new.json"), ("own.json", "own.json")])
-def test_the_launcher_names_its_config_now(
-    given: str | None, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But one of --ds-config went over the launcher's when the study was made, and does so still."""
-    for name in ("old.json", "new.json", "own.json"):
-        (tmp_path / name).write_text(json.dumps(CONFIG))
-    old = str(tmp_path / "old.json")
-    beside = old if given is None else str(tmp_path / given)
-    words = ("accelerate", "launch", "--deepspeed_config_file", old)
-    known = Script(("train.py",), str(tmp_path), launcher=words, ds_config=beside)
-    now = replace(known, launcher=(*words[:-1], "new.json"), ds_config=str(tmp_path / "new.json"))
-    assert launch._config_beside(known, now) == str(tmp_path / taken)
+    assert dict(script.flags) == dict([micro, switch, by_name])
+    assert [Path(file.path).name for file in script.files] == ["x.yaml"]
