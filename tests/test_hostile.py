@@ -173,8 +173,22 @@ def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
         "alter table trial_user_attributes rename to x; create view trial_user_attributes as with recursive n(i) as "
         "(select 1 union all select i + 1 from n) select i as trial_user_attribute_id, 1 as trial_id, 'k' || i as key, "
         "'1' as value_json from n",
+        "alter table trial_user_attributes rename to x; create table trial_user_attributes (trial_user_attribute_id integer "
+        "primary key, trial_id integer, key varchar(512), value_json text generated always as (hex(zeroblob(400000000))))",
+        "create index ix on trial_user_attributes (hex(zeroblob(400000000)))",
+        "create index ix on trial_user_attributes (trial_id * trial_id)",
+        "alter table studies add column n integer check (n > hex(zeroblob(400000000)))",
+        "alter table studies add column n integer default (random())",
     ],
-    ids=["trigger", "endless view"],
+    ids=[
+        "trigger",
+        "endless view",
+        "generated column",
+        "index of a function",
+        "index of a product",
+        "check",
+        "default",
+    ],
 )
 def test_a_study_with_a_program_in_its_database_is_refused(tmp_path: Path, planted: str) -> None:
     trap = lay(tmp_path)
@@ -182,7 +196,7 @@ def test_a_study_with_a_program_in_its_database_is_refused(tmp_path: Path, plant
         connection.executescript(planted)
     done = trap.call("show", "s")
     assert done.returncode == 2
-    assert "views or triggers" in done.stderr
+    assert "that no study has: name the database of a study" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

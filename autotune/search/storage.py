@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import sqlite3
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from filelock import BaseFileLock, SoftFileLease, Timeout, UnixFileLock
 from optuna.exceptions import StorageInternalError
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from sqlalchemy import event
+from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -29,6 +31,7 @@ from sqlalchemy.exc import (
     PendingRollbackError,
     ProgrammingError,
 )
+from sqlalchemy.schema import CreateTable
 
 from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, password_in, without_secrets
@@ -154,7 +157,7 @@ def _database(url: str) -> optuna.storages.RDBStorage:
         try:
             if is_server(url):
                 return ServerStorage(url)
-            connecting = {"timeout": BUSY_SECONDS, "factory": _SmallCacheConnection}
+            connecting = {"timeout": BUSY_SECONDS, "factory": _BoundedConnection}
             return RowStorage(
                 _as_template(url), engine_kwargs={"connect_args": connecting} if "sqlite" in url else None
             )
@@ -171,11 +174,14 @@ def _as_template(url: str) -> str:
     return url.replace("{", "{{").replace("}", "}}")
 
 
-class _SmallCacheConnection(sqlite3.Connection):
-    """Connection to SQLite with a small cache of pages."""
+class _BoundedConnection(sqlite3.Connection):
+    """Connection to SQLite with a small cache of pages, bounded values, and no functions run by a file's schema."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if sys.version_info >= (3, 11):  # before, a value is bounded by the size of the file: `_check_schema`
+            self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        self.execute("PRAGMA trusted_schema = OFF")
         self.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
 
 
@@ -241,12 +247,10 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             # `mode=ro` would fail: the next process that opens the file rolls back a killed process's transaction,
             # which needs writing
             address = f"{path.absolute().as_uri()}?mode=rw"
-            with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
-                programs = connection.execute(
-                    "select 1 from sqlite_master where type in ('view', 'trigger')"
-                ).fetchone()
-            if programs:  # they run at each read or write, and a view may never end
-                raise UserError(f"{path} has views or triggers, which no study has: name the database of a study")
+            connecting: dict[str, Any] = {"timeout": BUSY_SECONDS, "factory": _BoundedConnection}
+            with closing(sqlite3.connect(address, uri=True, **connecting)) as connection:
+                schema = connection.execute("select type, name, tbl_name, sql from sqlite_master").fetchall()
+            _check_schema(path, schema)
         except sqlite3.DatabaseError as error:
             if _DISK_FAILS.search(str(error)):
                 raise MachineError(
@@ -258,6 +262,34 @@ def _check_sqlite(path: Path, reading: bool) -> None:
                 f"{path} cannot be read now ({error}): another process holds it, or one was killed while it wrote; "
                 "end that process, or open the study once as a user who may write its folder"
             ) from None
+
+
+def _check_schema(path: Path, schema: list[tuple[str, str, str, str | None]]) -> None:
+    """Check that a database has no programs: views, triggers, and in Optuna's tables words that are not Optuna's.
+
+    Such words are generated columns, checks, defaults and indexes of expressions. SQLite evaluates them at each read or write.
+
+    Args:
+        schema: (type, name, table, SQL) of everything in it.
+
+    Raises:
+        UserError: it has one.
+    """
+    own = {
+        name: _schema_words(str(CreateTable(table).compile(dialect=sqlite_dialect())))
+        for name, table in optuna.storages._rdb.models.BaseModel.metadata.tables.items()
+    }
+    index = {"create", "unique", "index", "on"}
+    for kind, name, table, text in schema:
+        known = own.get(table, _schema_words(text or ""))
+        more = index | {name.lower()} if kind == "index" else set()
+        if kind not in ("table", "index") or not _schema_words(text or "") <= known | more:
+            raise UserError(f"{path} has a {kind} {name} that no study has: name the database of a study")
+
+
+def _schema_words(text: str) -> set[str]:
+    """Return the words and signs of SQL, without quotes and numbers."""
+    return set(re.findall(r"[^\W\d]\w*|[^\s\w\"]", text.lower()))
 
 
 class StorageFailures:

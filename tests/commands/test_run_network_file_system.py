@@ -37,7 +37,7 @@ def test_show_export_and_launch(
     assert call(monkeypatch, capsys, "export", "s")[0] == 0
     store = StudyStore.load("s")
     assert store.winner is not None
-    assert ladder_of(store, store.job, store.winner.candidate, False)[0].candidate == store.winner.candidate
+    assert ladder_of(store, store.winner.candidate, False)[0].candidate == store.winner.candidate
     assert {path.name for path in Path("runs/s").iterdir()} == {
         *("study.journal", "s.json", "s.meta.json", "s.ladder.json")
     }, "no database beside it, and no lock is left"
