@@ -17,6 +17,7 @@ _REPLACEMENTS = {
     "--account": _SBATCH,
     "--time": _SBATCH,
     "--slurm": _SBATCH,
+    "--trust": "a study supplies no code; add the --python, --map and --ds-config with which it was tuned",
     "--sync": "copy the folder to the same path on every machine (`rsync -a FOLDER/ HOST:FOLDER/`), or use a shared file system",
 }
 

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import sqlite3
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -175,12 +174,11 @@ def _as_template(url: str) -> str:
 
 
 class _BoundedConnection(sqlite3.Connection):
-    """Connection to SQLite with a small cache of pages, bounded values, and no functions run by a file's schema."""
+    """Connection to SQLite with a small cache of pages, values of bounded length, and a schema that calls nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if sys.version_info >= (3, 11):  # before, a value is bounded by the size of the file: `_check_schema`
-            self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         self.execute("PRAGMA trusted_schema = OFF")
         self.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
 
