@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -57,7 +56,6 @@ _PLAIN = re.compile(r"(?i)true|false|yes|no|on|off|none|null|auto|\*\*\*.*")
 _PLACEHOLDER = re.compile(
     r"\$\{?\w+.*|(?:YOUR_?|MY_?)?(?:VALUE|PASSWORD|TOKEN|KEY|SECRET)|<[\w -]+>|\[[\w -]+\]|\.\.\.|…"
 )
-_PASSWORD, _MIXED = "-p", re.compile(r"(?=.*[A-Za-z])(?=.*[^A-Za-z])[^\s/,:=._-]{6,}")
 _learnt: set[str] = set()
 _pattern: re.Pattern[str] | None = None
 
@@ -72,14 +70,6 @@ def _telling(value: str) -> bool:
     if value.isalpha() and value.isascii():
         return len(value) >= 8
     return len(value) >= (10 if re.fullmatch(r"[-+.\d]+", value) else 4) and not os.path.exists(value)
-
-
-def _is_password(flag: str, value: str) -> bool:
-    """Check that `-p VALUE` is a password, as for sshpass: letters mixed with digits, without the marks that join names.
-
-    `learn_words` leaves it out, because `-p` also names partitions, projects and precisions.
-    """
-    return flag == _PASSWORD and _MIXED.fullmatch(value) is not None and _is_value(value) and _telling(value)
 
 
 def learn(value: str) -> None:
@@ -153,19 +143,11 @@ _QUOTED = re.compile(r"""((\\?["'])([\w .-]{1,80})\2\s*:\s*)((\\?["'])(?!\*\*\*)
 _LINE = re.compile(
     r"""(?m)^(\s*(?:- )?([\w.-]+):[ \t]+)(?!\*\*\*|[|>&*!][-+\w]*$)('[^'\n]*'|"(?:\\.|[^"\\\n])*"|[^\s#]+)"""
 )
-# The most frequent pairs of letters in English, three of four in a text (P. Norvig, https://norvig.com/mayzner.html). Random
-# letters have one of seven.
-_PAIRS = (
-    "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea "
-    "ra ce li ch ll be ma si om ur ca el ta la ns di fo ho pe ec pr no ct us ac ot il tr ly nc et ut ss so rs un lo wa ge ie "
-    "wh ee wi em ad ol rt po we na ul ni ts mo ow pa im mi ai sh"
-)
-_OF_PAIRS, _OF_ALL = 0.4, 0.22  # least shares of frequent pairs, of all pairs and of all characters, in words
-_WORD = 4  # least letters of a word whose pairs count
+# Tokens by the prefixes that services document. A text of words does not match.
 _TOKENS = re.compile(
-    r"\b(?:hf_|gh[pousr]_|sk[-_]|glpat-|github_pat_)[A-Za-z0-9_-]{16,}"
-    # a short prefix of a service, then random letters of both cases with digits: npm_…, pypi-…, xoxb-…, nvapi-…
-    r"|\b[a-z]{2,8}[-_](?:\d+-)*(?=(?:[A-Za-z]*\d){2})(?=[a-z\d]*[A-Z])(?=[A-Z\d]*[a-z])[A-Za-z\d]{20,}[\w-]*"
+    r"\b(?:gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abeoprs]-)[\w-]{16,}"
+    r"|\b(?:hf|npm)_[A-Za-z\d]{20,}|\bpypi-AgE[\w-]{10,}|\bsk_(?:live|test)_\w{16,}"
+    r"|\bsk-(?:[A-Za-z\d]{16,}[\w-]*|(?=[\w-]*[A-Z])(?=[\w-]*\d)[\w-]{16,})"
 )
 _SHAPES = re.compile(
     r"\b(?:AKIA|ASIA)[A-Z\d]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]{2,2000}\.eyJ[\w-]+\.[\w-]+"  # AWS, Google, JSON Web Tokens
@@ -215,21 +197,10 @@ def without_secrets(text: str, url: str) -> str:
     return masked(text)
 
 
-def _mask_random(found: re.Match[str]) -> str:
-    """Return a mask of a token, or the text itself if what follows its first word reads as words.
-
-    The capitals of random letters leave hardly a word of _WORD letters.
-    """
-    rest = re.split("[-_]", found[0], maxsplit=1)[1]
-    pairs = sum(len(run) - 1 for run in re.findall(r"[A-Za-z]+", rest))
-    words = [word.lower() for word in _PART.findall(rest) if len(word) >= _WORD]
-    frequent = sum("".join(pair) in _PAIRS for word in words for pair in pairwise(word))
-    return found[0] if frequent > max(_OF_PAIRS * pairs, _OF_ALL * len(rest)) else MASK
-
-
 def _named(found: re.Match[str]) -> str:
-    secret = names_secret(found[1]) and _is_value(found[3])
-    return f"{found[1]}{found[2]}{MASK}" if secret or _is_password(found[1], found[3]) else found[0]
+    if not names_secret(found[1]) or not _is_value(found[3]):
+        return found[0]
+    return f"{found[1]}{found[2]}{MASK}"
 
 
 def _quoted(found: re.Match[str]) -> str:
@@ -269,7 +240,7 @@ def masked(text: str) -> str:
     Masked are known values, `--name value`, `NAME=value`, `"name": "value"`, a line `name: value`, passwords in URLs, and tokens
     of well-known forms.
     """
-    text = _TOKENS.sub(_mask_random, _SHAPES.sub(MASK, masked_values(text)))
+    text = _TOKENS.sub(MASK, _SHAPES.sub(MASK, masked_values(text)))
     if any(mark in text for mark in _MARKS):
         text = hide_password(text)
     if "=" in text or "-" in text:
@@ -277,6 +248,9 @@ def masked(text: str) -> str:
     if ":" in text:
         text = _LINE.sub(_on_a_line, _QUOTED.sub(_quoted, text))
     return text
+
+
+_HEADER = re.compile(r"(([A-Za-z][\w-]*):\s*)(\S.*)")  # as for curl: `--header 'X-Api-Key: VALUE'`
 
 
 def secret_parts(words: Sequence[str]) -> list[tuple[str, str, str | None]]:
@@ -289,11 +263,13 @@ def secret_parts(words: Sequence[str]) -> list[tuple[str, str, str | None]]:
     for word in words:
         name, is_assigned, value = word.partition("=")
         plain = re.fullmatch(r"(?:--?|\+{1,2})?[A-Za-z_][\w.-]*", name) is not None
-        secret = _is_value(word) if names_secret(flag) else _is_password(flag, word)
-        if secret and not re.match(r"--?[A-Za-z]", word):
+        header = _HEADER.fullmatch(value if is_assigned and name.startswith("-") else word)
+        if names_secret(flag) and _is_value(word) and not re.match(r"--?[A-Za-z]", word):
             parts.append(("", flag.lstrip("-"), word))
         elif is_assigned and plain and names_secret(name) and _is_value(value):
             parts.append((f"{name}=", name.lstrip("-+"), value))
+        elif header is not None and names_secret(header[2]) and _is_value(header[3]):
+            parts.append((word.removesuffix(header[3]), header[2], header[3]))
         elif masked(word) != word:
             parts.append(("", "", word))
         else:

@@ -29,9 +29,11 @@ from autotune.masking import (
     shell_text,
 )
 from autotune.problem.candidate import KNOBS
+from autotune.problem.hardware import detect
 from autotune.problem.job import ArgumentFile, Script
 from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import DS_SECTIONS, DS_TOP_LEVEL, DS_ZERO_KEYS
+from autotune.script.profile import unknown_job
 from autotune.util.files import write_atomically
 from tests.cli_call import call
 from tests.conftest import make_job
@@ -121,7 +123,6 @@ NO_TOKENS = (
         ("--use_auth_token true --bf16", "--use_auth_token true --bf16"),
         ("postgresql://USER:PASSWORD@HOST/DB", "postgresql://USER:PASSWORD@HOST/DB"),
         ("Bearer abcdefghijk", "Bearer ***"),
-        ("mysql -u me -p hunter2 -h db", "mysql -u me -p *** -h db"),
         ("srun -p gpu train.py -p 0.9 -p 8080 -p bf16", "srun -p gpu train.py -p 0.9 -p 8080 -p bf16"),
         ("srun -p gpu-a100 train.py -p standard", "srun -p gpu-a100 train.py -p standard"),
         ("-p bf16-mixed -p 8080:80 -p a=b1c2d3", "-p bf16-mixed -p 8080:80 -p a=b1c2d3"),
@@ -160,10 +161,24 @@ def test_random_tokens_of_every_alphabet_are_masked(start: str, signs: str, leng
 def test_words_follow_their_flags() -> None:
     words = ["train.py", "--key", "abc", "--lr", "1", "db_password=x", "--auth=y", "--flag_token", "--bf16"]
     assert masked_words(words) == ["train.py", "--key", MASK, "--lr", "1", "db_password=***", "--auth=***", *words[-2:]]
-    words = ["train.py", "-p", "hunter2", "-p", "8080", "-p", "--bf16", "--p", "hunter22"]
-    assert masked_words(words) == ["train.py", "-p", MASK, *words[3:]]
+
+
+@pytest.mark.parametrize("flag", [["--header"], []])
+@pytest.mark.parametrize("word", ["X-Api-Key: v4lue-1", "X-Api-Key:v4lue-1", "Authorization: v4lue-1"])
+def test_a_header_is_masked_as_a_word_and_in_every_later_text(flag: list[str], word: str) -> None:
+    words = ["train.py", *flag, word] if flag else ["train.py", f"--header={word}"]
+    assert masked_words(words)[-1].endswith(MASK)
+    assert "v4lue" not in " ".join(masked_words(words))
     learn_words(words)
-    assert masked("hunter2") == "hunter2", "a value of -p may also be a name"
+    assert "v4lue" not in masked(f"sent {' '.join(words)} to the host")
+    asked: dict[str, tuple[str, str]] = {}
+    assert "v4lue" not in shell_text(words, asked)
+    assert [secret for _, secret in asked.values()] == ["v4lue-1"]
+
+
+def test_the_words_of_a_scripts_model_are_masked_before_they_are_joined() -> None:
+    script = Script(("train.py", "--header", "X-Api-Key: short"), "/")
+    assert unknown_job(script, detect("cpu", 1)).model.source == f"train.py --header X-Api-Key: {MASK}"
 
 
 def test_data_keep_their_shape() -> None:
@@ -261,6 +276,8 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
             second,
             "args.json",
             f"--db=pg://joe:{'pw' + str(abs(hash(sixth)))}@h/x",
+            "--header",
+            "X-Api-Key: 4-short",
         ),
         str(folder),
         environment=(("WANDB_API_KEY", third),),
@@ -280,7 +297,6 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
         ("show", "s", "--json"),
         ("report", "s"),
         ("record", "s"),
-        ("share", "s"),
         *(("export", "s", "--format", style) for style in ("deepspeed", "accelerate", "hf", "sbatch")),
     ):
         code, out, err = call(monkeypatch, capsys, *words)
@@ -288,7 +304,7 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
         said += out + err
         if "--json" in words:
             json.loads(out)
-    for secret in (first, second, third, fourth, fifth, f"pw{abs(hash(sixth))}", seventh):
+    for secret in (first, second, third, fourth, fifth, f"pw{abs(hash(sixth))}", seventh, "4-short"):
         forms = {secret, json.dumps(secret)[1:-1], shlex.quote(secret)}
         assert not any(form in said for form in forms), secret
         for path in (folder / "runs").rglob("*"):

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.masking import masked_words
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, read_config, sixteen_bits_enabled
 from autotune.problem.hardware import Hardware
@@ -178,7 +179,7 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
     The optimizer is known if the command names a DeepSpeed config. Otherwise DeepSpeed's Adam is assumed if the script's text
     contains the word `optimizer` in quotes, or cannot be read, and torch's if the text also sets `torch_adam`.
     """
-    model = ModelSpec(script.name, {}, " ".join(script.argv))
+    model = ModelSpec(script.name, {}, " ".join(masked_words(script.argv)))
     path = config_path(script)
     if path is not None:
         optimizer = read_config(path).get("optimizer")
@@ -206,7 +207,7 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, fr
     own = own_samples(script, hardware.count)
     parameters = sum(seen["trained"]) + seen["frozen"]
     shape = {"model_type": "", **seen["model_config"]}
-    model = ModelSpec(script.name, shape, " ".join(script.argv), parameters)
+    model = ModelSpec(script.name, shape, " ".join(masked_words(script.argv)), parameters)
     return Job(
         model,
         hardware.count,
