@@ -125,7 +125,7 @@ def plan(request: Request) -> None:
 def launch(request: Request) -> None:
     """Train your script with the winner. After an OOM, restart it with a config that needs less memory.
 
-    A study has its own model, machine and space. Options for them need --model.
+    A study has its own model and machine. Options for them need --model.
     A study supplies no code: --python, --map and --ds-config of its run are typed
     again. Training with another batch needs --global-batch-size free.
     """

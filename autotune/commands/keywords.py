@@ -15,7 +15,6 @@ class _RunPlanLaunchOptions(TypedDict, total=False):
     ds_config: str | PurePath | None
     global_batch_size: int | str | float | PurePath | None
     gpus: int | None
-    image_size: int | None
     memory_cap: str | float | PurePath | None
     model: str | float | PurePath | None
     nodes: int | None
@@ -23,8 +22,6 @@ class _RunPlanLaunchOptions(TypedDict, total=False):
     python: str | float | PurePath | None
     runs: str | PurePath | None
     seq_len: int | str | float | PurePath | None
-    space: str | float | PurePath | Mapping[str, Any] | None
-    task: str | float | PurePath | None
 
 
 class _RunLaunchOptions(TypedDict, total=False):
@@ -43,6 +40,7 @@ class _RunLaunchOptions(TypedDict, total=False):
 class _RunPlanOptions(TypedDict, total=False):
     attention: str | float | PurePath | None
     headroom: str | float | PurePath | None
+    image_size: int | None
     lengths: str | PurePath | None
     lora: str | float | PurePath | None
     loss: str | float | PurePath | None
@@ -50,6 +48,8 @@ class _RunPlanOptions(TypedDict, total=False):
     packed: bool | None
     quantize: str | float | PurePath | None
     reserve: str | float | PurePath | None
+    space: str | float | PurePath | Mapping[str, Any] | None
+    task: str | float | PurePath | None
     trust_remote_code: bool | None
     unprotected: bool | None
     workload: str | float | PurePath | None

@@ -118,12 +118,14 @@ class Request:
         "causal-lm, masked-lm, classification, token-classification, question-answering, seq2seq or "
         "image-text; default: the task of the model's configuration.",
         Panel.TRAINING,
+        "run plan",
         metavar="NAME",
     )
     image_size: int | None = _option(
         None,
         "Height and width of images in pixels, if the model's configuration has none.",
         Panel.TRAINING,
+        "run plan",
         metavar="PIXELS",
     )
     seq_len: int | str | None = _option(
@@ -308,6 +310,7 @@ class Request:
         None,
         "Search space: a file, or a name from `autotune spaces list`.",
         Panel.SEARCH,
+        "run plan",
         first="run",
         metavar="NAME|FILE",
         complete="spaces",
@@ -437,11 +440,17 @@ class Request:
         False,
         "Also print phases, reasons and predictions on stderr.",
         Panel.OUTPUT,
+        "run plan",
         flags=("--verbose", "-v"),
         in_python=False,
     )
     log_file: Path | None = _option(
-        None, "Append every message to a file, with its time.", Panel.OUTPUT, metavar="FILE", in_python=False
+        None,
+        "Append every message to a file, with its time.",
+        Panel.OUTPUT,
+        "run plan",
+        metavar="FILE",
+        in_python=False,
     )
 
     # -- trust and protection
