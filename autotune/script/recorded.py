@@ -109,9 +109,8 @@ def with_findings(study: str, known: Script, typed: Script) -> Script:
         UserError: the study's command had something that the typed one lacks; the message says what to add.
     """
     missing = [f"--map {text}" for text in declared(known) if _is_untyped_map(text, known, typed)]
-    beside = known.ds_config
-    if beside is not None and beside != launchers_config(line_of(known), known.files, known.cwd):
-        missing += [f"--ds-config {beside}"] if typed.ds_config is None else []
+    if _given_config(known) and not _given_config(typed):
+        missing.append(f"--ds-config {known.ds_config}")
     if missing:
         raise UserError(
             f"study {study} was tuned with {' '.join(missing)}, and what a study names is typed again: add it to the command line"
@@ -124,6 +123,11 @@ def with_findings(study: str, known: Script, typed: Script) -> Script:
         )
     flags = {**profile.get(FOUND, {}), **dict(typed.flags)}
     return dataclasses.replace(typed, flags=tuple(flags.items()), profile=profile)
+
+
+def _given_config(script: Script) -> bool:
+    """Check that a script's DeepSpeed config is from `--ds-config`, and not from its launcher."""
+    return script.ds_config not in (None, launchers_config(line_of(script), script.files, script.cwd))
 
 
 def _is_untyped_map(text: str, known: Script, typed: Script) -> bool:
