@@ -72,7 +72,7 @@ def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:
     assert controls(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)) == []
 
 
-LAUNCH = ("launch", "s", "--", "train.py", "--deepspeed", "c.json")
+LAUNCH = ("launch", "s", "--", "train.py")
 
 
 def test_a_launch_without_the_studys_python_says_what_to_type(trap: Trap) -> None:
