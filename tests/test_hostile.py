@@ -9,7 +9,6 @@ import sqlite3
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
