@@ -1,4 +1,4 @@
-"""Cases of issue 35: small rebuilds of public training scripts (`tests/scripts/cases/`), most of them on real ranks.
+"""Small rebuilds of public training scripts (`tests/scripts/cases/`), most of them on real ranks.
 
 Cases 01, 05, 06 and 22 are also in `test_certificates.py`. A list of stages in a config (17) is one of the bad inputs in
 `cli/test_app.py`.

@@ -28,7 +28,7 @@ from autotune.util.units import counted
 # steps do not.
 
 # Smallest tolerance, relative. Runs of one global batch agree to 1e-5 in fp32 and to 1e-3 in bf16 across all stages,
-# splits and offloads (`trace_by_stage.py` of issue 35, DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
+# splits and offloads (DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
 LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 # Adam divides a gradient by its own size, so that the rounding of a gradient near zero shows in the update: 0.1 % between

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 if not __package__:
-    # started by its path: benchmarks import each other from the repository's root; a lent machine has autotune only there
+    # started by its path: benchmarks import each other from the repository's root; such a machine has autotune only there
     sys.path[0] = str(Path(__file__).parents[2])
 
 from autotune.errors import UserError

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Write the packages that a GPU machine's image lacks as wheels into .whl, which git ignores. Run it in the repository's root, with a
-# network, before a machine is lent. DeepSpeed comes as source: its wheel is built here, without any op.
+# network, before the machine is there. DeepSpeed comes as source: its wheel is built here, without any op.
 # Usage: bash benchmarks/gpu/make_wheels.sh [PYTHON [VERSION]]
 #   PYTHON   has torch, setuptools and pip; default .venv/bin/python
 #   VERSION  of the machine's Python; default 3.12

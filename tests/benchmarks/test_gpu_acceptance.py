@@ -1,5 +1,4 @@
-"""`make gpu-acceptance` where there is no GPU: every step is rehearsed on a CPU rank, so that none fails for a typo when a
-GPU is lent; what asks NVML is tested with `tests/fake_driver`, what fills a device with a device of numbers."""
+"""`make gpu-acceptance` without a GPU: every step is rehearsed on a CPU rank. `tests/fake_driver` answers for NVML."""
 
 from __future__ import annotations
 
@@ -229,7 +228,7 @@ def slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
 def test_a_row_is_in_the_file_while_its_step_still_runs_and_the_call_ends_in_time(
     tmp_path: Path, slow_step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lent machine may be taken back at any moment."""
+    """A machine may be taken back at any moment."""
     monkeypatch.setattr(runner, "BY_NAME", {"slow": slow_step, "facts": BY_NAME["facts"]})
     path, seen = tmp_path / "first.json", []
     own_write = runner.write_atomically
@@ -386,7 +385,7 @@ def test_the_meter_can_be_switched_to_100_hz() -> None:
 
 @pytest.mark.slow
 def test_the_machine_is_described_without_torch_or_cuda(driver: Driver, tmp_path: Path) -> None:
-    """Every call names its card; waking CUDA for that would cost seconds of a lent machine."""
+    """Every call names its card; waking CUDA for that would cost seconds of few minutes."""
     build(tmp_path, "libcuda.so.1")
     driver.cards = [Card("NVIDIA H200", 141, capability=(9, 0))]
     driver.write()

@@ -34,6 +34,8 @@ def ways_of(number: int) -> list[Way]:
 QUICK = ways_of(0)[::4]
 
 
+@pytest.mark.slow
+@pytest.mark.main_path
 def test_a_sample_of_ways_changes_no_users_file() -> None:
     check(*MODES[0], QUICK)
 

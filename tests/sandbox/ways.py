@@ -28,7 +28,7 @@ class Way:
     breaks_out: bool = False
 
 
-SEEN = {  # issue 33, "Seen"
+SEEN = {  # ways that were seen in real scripts
     "ls_sort_xargs_rm": "ls -d out/checkpoint-* | sort -V | head -n -1 | xargs -r rm -rf",
     "rm_substitution": "rm -rf $(ls -d out/*)",
     "for_rm": "for f in out/*; do rm -rf $f; done",
