@@ -63,7 +63,7 @@ def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
     assert "1.60×" in browser.text("#verdict"), "over the script as it is"
     assert "RESUMES FROM A CHECKPOINT" in browser.text("#verdict").upper()
     assert browser.shown("#speed svg.plot use[data-t]") == 10, "seven measured and three that ran out"
-    assert "train micro batch size" in browser.text("#mattered")
+    assert "micro-batch" in browser.text("#mattered")
     assert browser.shown("#trials-table tbody tr") == 14
     browser.click("#reproduce summary")
     assert "autotune run --study an error" in browser.text("#reproduce")
