@@ -41,9 +41,9 @@ def tune(
         quiet: print nothing.
         callbacks: called with the Optuna study and the finished trial after each trial, as those of `optuna.Study.optimize`.
         options: the command's options by name with underscores: `model`, `gpus`, `budget`, `study`, `space`, `global_batch_size`,
-            `max_trials` and so on; `attention` for `--attn`, `compiled` for `--compile`, `packed` for `--packing`, `maps` for
-            `--map`. Values are texts as on the command line, or Python's: `budget=600` is in seconds, `memory_cap=2**34` in
-            bytes, `headroom=0.1` a share, a path a `Path`, a space a name, a file or a mapping.
+            `max_trials` and so on; `attention` for `--attn`, `maps` for `--map`. Values are texts as on the command line, or
+            Python's: `budget=600` is in seconds, `memory_cap=2**34` in bytes, `headroom=0.1` a share, a path a `Path`, a space a
+            name, a file or a mapping.
 
     Returns:
         The winner with its measurement, the files written, and the lines for display.
@@ -70,7 +70,7 @@ def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:
     Args:
         quiet: print no notes.
         options: the command's options by name with underscores: `model`, `gpu`, `gpus`, `nodes`, `seq_len`, `global_batch_size`,
-            `tokens`, `price` and so on.
+            `tokens` and so on.
 
     Returns:
         The fastest configs that fit, each way to train, and other GPUs that would do.

@@ -123,16 +123,14 @@ def check_values(given: dict[str, Any]) -> None:
         "hang_timeout": parse_duration,
         "memory_cap": parse_bytes,
         "host_memory": parse_bytes,
-        "tolerance": parse_share,
         "headroom": parse_share,
         "tokens": lambda text: parse_count(text, "--tokens"),
         "lora": parse_lora,
-        "gpu": named_gpu,
     }
     for name, read in readers.items():
         if given.get(name) is not None:
             read(given[name])
-    for gpu in (given.get("compare") or "").split(","):
+    for gpu in (given.get("gpu") or "").split(","):
         assert not gpu or named_gpu(gpu)
     space, model = given.get("space"), given.get("model")
     assert not isinstance(space, str) or space in shipped_spaces() or space.endswith(".yaml"), space

@@ -76,17 +76,16 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
 def tuned(monkeypatch: pytest.MonkeyPatch, *command: Any, **options: Any) -> Request:
     """The Request that `tune` makes of its arguments; nothing runs."""
     asked: list[Request] = []
-    monkeypatch.setattr(run, "run_study", lambda request, console, quiet: asked.append(request))
+    monkeypatch.setattr(run, "run_study", lambda request, console, quiet, callbacks: asked.append(request))
     autotune.tune(*command, **options)
     return asked[0]
 
 
 def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number is what the same number means on the command line."""
-    found = tuned(monkeypatch, budget=600, headroom=0.1, tolerance=np.float64(0.01), memory_cap=2**34)
+    found = tuned(monkeypatch, budget=600, headroom=np.float64(0.1), memory_cap=2**34)
     assert parse_duration(found.budget) == 600
     assert parse_share(found.headroom or "") == 0.1
-    assert parse_share(found.tolerance) == 0.01
     assert parse_bytes(found.memory_cap or "") == 2**34
     assert parse_duration(tuned(monkeypatch, budget=90.5).budget) == 90.5
     assert parse_bytes(tuned(monkeypatch, memory_cap=1e17).memory_cap or "") == 10**17

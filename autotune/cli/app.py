@@ -22,8 +22,8 @@ from autotune.cli.options import (
     emit,
     examples,
     fail,
-    line_printer,
     option,
+    print_line,
     question_asker,
     takes_request,
     typed_command,
@@ -62,7 +62,7 @@ app.add_typer(spaces_app, name="spaces")
 @takes_request
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
-    shown = begin("reading the job, the machine and the search space", request.as_json or request.quiet)
+    shown = begin("reading the job, the machine and the search space", request.as_json)
     request = dataclasses.replace(request, command=typed_command())
     _tune(request, shown)
 
@@ -73,7 +73,7 @@ def _tune(request: Request, shown: Console) -> None:
     as_json = request.as_json
     confirm = question_asker(request.yes or as_json, default=True)
     try:
-        summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm)
+        summary = run_study(request, shown, quiet=as_json, confirm=confirm)
     except NothingFits as error:
         if as_json and error.summary is not None:
             emit(error.summary)
@@ -90,22 +90,23 @@ def _tune(request: Request, shown: Console) -> None:
     cls=Command,
     epilog=examples(
         "plan --model gemma-2-2b --gpu a100-80gb --gpus 8",
-        "plan --model gemma-2-2b --gpus 8 --compare rtx4090,a100-80gb,h100",
+        "plan --model gemma-2-2b --gpus 8 --gpu rtx4090,a100-80gb,h100",
         "plan job.yaml --json",
     ),
 )
 @takes_request
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, and the GPUs needed. Nothing is run."""
-    begin("reading the model and the cards", request.as_json or request.quiet)
+    begin("reading the model and the cards", request.as_json)
     from autotune.commands.plan import plans
     from autotune.results.plan import comparison_table, show_plan
 
-    names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
-    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], line_printer(request.quiet))
+    names = [one.strip() for one in (request.gpu or "").split(",")]
+    compared = len(names) > 1
+    found = plans(request, [*dict.fromkeys(names)] if compared else [request.gpu], print_line)
     if request.as_json:
-        emit([one.to_json() for one in found] if request.compare else found[0].to_json())
-    elif request.compare:
+        emit([one.to_json() for one in found] if compared else found[0].to_json())
+    elif compared:
         comparison_table(found).show(console(), folded="config")
     else:
         show_plan(found[0], console())
@@ -133,7 +134,7 @@ def launch(request: Request) -> None:
 
     if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, line_printer(request.quiet))
+    summary = launch_training(request, print_line)
     if request.as_json:
         emit(summary.to_json())
     else:

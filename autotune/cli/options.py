@@ -93,11 +93,6 @@ def print_line(text: str) -> None:
     _print(text)
 
 
-def line_printer(quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints and logs a message, or only logs it if quiet."""
-    return LOG.info if quiet else print_line
-
-
 def _print(text: str) -> None:
     with suppress(OSError):  # if nothing can be written, the exit code still reports the failure
         print(f"autotune: {text}", file=sys.stderr, flush=True)
@@ -271,7 +266,7 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
         request = Request(**_with_job_file(name, values, typed))
         with ExitStack() as alone:
             logs = ctx.obj if isinstance(ctx.obj, ExitStack) else alone  # `main`'s, which logs its errors, too
-            logs.enter_context(logging_to(request.log_file, verbose=request.verbose))
+            logs.enter_context(logging_to(request.log_file))
             command(request)
 
     switches = [one.name for one in parameters(name) if one.default is False]

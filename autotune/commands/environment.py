@@ -250,7 +250,7 @@ def named_nodes(
         transport: Transport
         place: Placing
         if named.executor == "ray":
-            transport = kept.enter_context(closing(RayNodes(ray_address(named.ray_address), folder, print_line)))
+            transport = kept.enter_context(closing(RayNodes(ray_address(), folder, print_line)))
             place = transport.place
         elif named.executor == "slurm":
             place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB])
@@ -270,8 +270,6 @@ def named_nodes(
 
 def _refuse_strays(named: Request, scheduled: bool) -> None:
     """Raise UserError for options without meaning in this combination."""
-    if named.ray_address is not None and named.executor != "ray":
-        raise UserError("--ray-address needs --executor ray. Add it, or remove --ray-address.")
     if scheduled and named.hostfile is not None:
         raise UserError(
             f"--hostfile cannot be combined with --executor {named.executor}, which has its own nodes. Remove --hostfile."

@@ -33,20 +33,16 @@ class _RunLaunchOptions(TypedDict, total=False):
     include: str | float | PurePath | None
     interface: str | float | PurePath | None
     maps: Sequence[str] | None
-    ray_address: str | float | PurePath | None
     storage: str | float | PurePath | None
 
 
 class _RunPlanOptions(TypedDict, total=False):
     attention: str | float | PurePath | None
-    headroom: str | float | PurePath | None
     image_size: int | None
     lengths: str | PurePath | None
     lora: str | float | PurePath | None
     loss: str | float | PurePath | None
     optimizer: str | float | PurePath | None
-    packed: bool | None
-    quantize: str | float | PurePath | None
     reserve: str | float | PurePath | None
     space: str | float | PurePath | Mapping[str, Any] | None
     task: str | float | PurePath | None
@@ -59,18 +55,15 @@ class RunOptions(_RunPlanLaunchOptions, _RunLaunchOptions, _RunPlanOptions, tota
     """Options of `autotune.tune`; None keeps the default."""
 
     budget: str | float | PurePath | None
-    compiled: bool | None
     exhaustive: bool | None
     force: bool | None
-    isolation: str | float | PurePath | None
+    headroom: str | float | PurePath | None
     max_trials: int | None
     no_references: bool | None
     out: str | PurePath | None
     parallel: int | None
-    parallel_offload: bool | None
     seed: int | None
     study: str | float | PurePath | None
-    tolerance: str | float | PurePath | None
     worst_case: bool | None
 
 
@@ -79,8 +72,6 @@ class PlanOptions(_RunPlanLaunchOptions, _RunPlanOptions, total=False):
 
     gpu: str | float | PurePath | None
     host_memory: str | float | PurePath | None
-    max_positions: int | None
-    price: float | None
     tokens: str | float | PurePath | None
 
 

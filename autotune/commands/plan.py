@@ -40,8 +40,6 @@ def plans(
     Raises:
         UserError: bad input.
     """
-    if not gpus:
-        raise UserError("--compare names no GPU: expected several, like rtx4090,a100-80gb,h100")
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     python = ranks_python(request.python, print_line, named=NAMED_MODEL)  # without torch the plan is less exact

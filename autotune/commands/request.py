@@ -135,13 +135,6 @@ class Request:
         first="run plan launch",
         metavar="TOKENS",
     )
-    max_positions: int | None = _option(
-        None,
-        "Longest sequence of the model after scaling its positions (rope scaling).",
-        Panel.TRAINING,
-        "plan",
-        metavar="TOKENS",
-    )
     precision: str | None = _option(
         None,
         "bf16, fp16 or fp32; default: the best that the device has.",
@@ -165,13 +158,10 @@ class Request:
     )
     lora: str | None = _option(
         None,
-        "LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.",
+        "LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32; quantize=nf4 keeps base weights in 4 bits.",
         Panel.TRAINING,
         "run plan",
         metavar="SETTINGS",
-    )
-    quantize: str | None = _option(
-        None, "nf4: keep the base weights of --lora in 4 bits (QLoRA).", Panel.TRAINING, "run plan"
     )
     attention: str | None = _option(
         None,
@@ -188,17 +178,12 @@ class Request:
         "run plan",
         metavar="NAME",
     )
-    compiled: bool = _option(
-        False, "Compile the model with DeepSpeed's engine.compile.", Panel.TRAINING, "run", flags=("--compile",)
-    )
     lengths: Path | None = _option(
         None,
-        "File with the lengths of your sequences (`512,1000` a line). The winner fits the longest batch.",
+        "File with the lengths of your sequences (`512,1000` a line). The winner fits the longest batch. With --seq-len they "
+        "are packed into rows of that length.",
         Panel.TRAINING,
         "run plan",
-    )
-    packed: bool = _option(
-        False, "Pack sequences of --lengths into rows of --seq-len.", Panel.TRAINING, "run plan", flags=("--packing",)
     )
     script: list[str] = _option(
         list,
@@ -234,22 +219,12 @@ class Request:
     # -- this machine
     gpu: str | None = _option(
         None,
-        "GPU by name, like rtx3090 or a100-80gb; default: the GPU of this machine.",
+        "GPU by name, like rtx3090 or a100-80gb, or several to compare: rtx4090,h100; default: the GPU of this machine.",
         Panel.MACHINE,
         "plan",
         first="plan",
         metavar="NAME",
         complete="gpus",
-    )
-    compare: str | None = _option(
-        None,
-        "GPUs to compare: rtx4090,a100-80gb,h100.",
-        Panel.MACHINE,
-        "plan",
-        first="plan",
-        metavar="NAME,NAME…",
-        complete="gpus",
-        in_python=False,
     )
     device: str = _option("auto", "auto, cuda or cpu.", Panel.MACHINE, "run launch", metavar="NAME")
     memory_cap: str | None = _option(
@@ -263,23 +238,18 @@ class Request:
         metavar="SIZE",
     )
     headroom: str | None = _option(
-        None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan", metavar="SHARE"
+        None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run", metavar="SHARE"
     )
     host_memory: str | None = _option(
         None,
         "Main memory of each machine, like 1TiB; default for a named GPU: its common cloud machine.",
         Panel.MACHINE,
         "plan",
+        first="plan",
         metavar="SIZE",
     )
     parallel: int = _option(
         1, "Candidates to measure at the same time, each on its own --gpus devices.", Panel.MACHINE, "run"
-    )
-    parallel_offload: bool = _option(
-        False,
-        "With --parallel: also measure candidates that offload. They share the host's speed.",
-        Panel.MACHINE,
-        "run",
     )
     python: str | None = _option(
         None,
@@ -288,13 +258,6 @@ class Request:
         first="launch",
         metavar="PATH",
         is_code=True,
-    )
-    isolation: str = _option(
-        "fork",
-        "fork (ranks from a pre-imported server) or spawn (cold starts).",
-        Panel.MACHINE,
-        "run",
-        metavar="fork|spawn",
     )
 
     # -- search
@@ -336,9 +299,6 @@ class Request:
         metavar="URL",
     )
     max_trials: int | None = _option(None, "Stop after this many trials of this call.", Panel.SEARCH, "run")
-    tolerance: str = _option(
-        "1%", "Stop when the expected gain is below this share.", Panel.SEARCH, "run", metavar="SHARE"
-    )
     exhaustive: bool = _option(False, "Use the whole budget.", Panel.SEARCH, "run")
     executor: str = _option(LOCAL, f"{_ON_MACHINES}.", Panel.NODES, "run launch", metavar="NAME")
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
@@ -352,13 +312,6 @@ class Request:
         "plan",
         first="plan",
         metavar="NUMBER",
-    )
-    price: float | None = _option(
-        None,
-        "Price of one GPU in dollars per hour; default: a rough estimate.",
-        Panel.OUTPUT,
-        "plan",
-        metavar="DOLLARS",
     )
 
     # -- recovery
@@ -403,13 +356,6 @@ class Request:
         first="plan",
         plan=Variant("Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs.", default=1),
     )
-    ray_address: str | None = _option(
-        None,
-        "Ray cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the cluster of this machine.",
-        Panel.NODES,
-        "run launch",
-        metavar="HOST:PORT",
-    )
     interface: str | None = _option(
         None, "Network interface between the machines; default: detected.", Panel.NODES, "run launch", metavar="NAME"
     )
@@ -433,24 +379,8 @@ class Request:
         in_python=False,
     )
     as_json: bool = _option(False, "Print one JSON object on stdout.", Panel.OUTPUT, flags=("--json",), in_python=False)
-    quiet: bool = _option(
-        False, "Print only the result and errors.", Panel.OUTPUT, flags=("--quiet", "-q"), in_python=False
-    )
-    verbose: bool = _option(
-        False,
-        "Also print phases, reasons and predictions on stderr.",
-        Panel.OUTPUT,
-        "run plan",
-        flags=("--verbose", "-v"),
-        in_python=False,
-    )
     log_file: Path | None = _option(
-        None,
-        "Append every message to a file, with its time.",
-        Panel.OUTPUT,
-        "run plan",
-        metavar="FILE",
-        in_python=False,
+        None, "Append every message to a file, with its time.", Panel.OUTPUT, "run", metavar="FILE", in_python=False
     )
 
     # -- trust and protection

@@ -175,7 +175,7 @@ def _run(
             setup = dataclasses.replace(setup, nodes=nodes)
         kept.enter_context(observer)
         observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
-        workers = SearchWorkers((lambda candidate: False) if setup.request.parallel_offload else host_bound)
+        workers = SearchWorkers(host_bound)
         deadline = StartupDeadline(setup.budget_seconds)
         # a failed worker ends all trials
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
@@ -532,7 +532,6 @@ def _local(
         slot.hardware,
         work,
         list(setup.candidates),
-        isolation=setup.request.isolation,
         seed=setup.request.seed,
         cancelled=cancelled,
         show=show,

@@ -34,7 +34,6 @@ from autotune.problem.job import (
     longest_sequence,
     parse_lora,
     sequence_ranks,
-    with_positions,
 )
 from autotune.problem.knobs import RequirementInputs, loss_possible, missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
@@ -53,6 +52,7 @@ from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
 
 DEFAULT_HEADROOM = "5%"
+TOLERANCE = 0.01  # share of the speed: the search stops below this expected gain
 _SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
 
 # -- setups --------------------------------------------------------------------------------------------------------------
@@ -136,8 +136,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
     if request.out is not None:
         check_out(request.out, makes_folders=True)
-    if request.isolation not in ("fork", "spawn"):
-        raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
     check_executor(request.executor)
     typed = typed_command(request, nodes, interpreter, request.ds_config) if request.script else None
@@ -177,7 +175,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         storage=request.storage or None,
         global_batch_size=batch,
         budget_seconds=budget_seconds,
-        tolerance=parse_share(request.tolerance),
+        tolerance=TOLERANCE,
     )
 
 
@@ -188,10 +186,6 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
         UserError: bad input.
     """
     tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
-    if request.price is not None and not 0 < request.price <= 10_000:
-        raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
-    if request.price is not None and len(gpus) > 1:
-        raise UserError("--price cannot be combined with --compare. Remove one of them.")
     setups = []
     for name in gpus:
         hardware = _planned_hardware(name, request, interpreter)
@@ -206,7 +200,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
                 space=space,
                 faults=(*warnings(own_facts(job), installed_deepspeed(interpreter)), *faults),
                 tokens=tokens,
-                price=known if request.price is None else Price(request.price, "yours", "", "--price"),
+                price=known,
                 host_assumed=name is not None and request.host_memory is None,
                 precision_typed=request.precision is not None,
             )
@@ -264,7 +258,7 @@ def _tuned_model(
     job = _named_job(request, hardware, interpreter)
     _whole_sequences(job, request.ds_config)
     if missing_package(job.lora, interpreter) == "bitsandbytes":
-        raise UserError("--quantize needs the package bitsandbytes. Install it, or remove --quantize.")
+        raise UserError("--lora quantize=nf4 needs the package bitsandbytes. Install it, or remove quantize=nf4.")
     space, notes = fitted(space, job, hardware)
     return job, space, [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
 
@@ -293,13 +287,7 @@ def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> t
         raise UserError("--parallel cannot be combined with --nodes. Remove one of them.")
     cap, headroom = _limits(request)
     found = slots(
-        request.parallel,
-        request.device,
-        request.gpus,
-        memory_cap_bytes=cap,
-        headroom=headroom,
-        offload_beside=request.parallel_offload,
-        interpreter=interpreter,
+        request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter
     )
     return tuple(dataclasses.replace(one, hardware=_reserving(one.hardware, request)) for one in found)
 
@@ -336,12 +324,12 @@ def _refuse(request: Request, names: str, why: str) -> None:
 
 
 # options without a meaning if the user's code makes the model
-_OF_A_MODEL = "model lora quantize attention loss lengths packed task image_size"
+_OF_A_MODEL = "model lora attention loss lengths task image_size"
 
 
 def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
     """Return the stand-in for a script's Job; options about a model are refused."""
-    names = f"{_OF_A_MODEL} seq_len precision compiled workload"
+    names = f"{_OF_A_MODEL} seq_len precision workload"
     _refuse(request, names, "cannot be combined with a script, which sets it itself")
     batch = parse_global_batch(request.global_batch_size)
     if batch is not None and (batch < 1 or batch % hardware.count):
@@ -371,9 +359,8 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
         lora=_lora(request, model),
         attention=request.attention,
         loss=request.loss or FULL,
-        compiled=request.compiled,
         lengths=lengths,
-        packed=request.packed,
+        packed=bool(lengths) and request.seq_len is not None,
         workload=request.workload,
         task=task,
         image_size=image_size_of(model.config, task, request.image_size, model.name),
@@ -408,16 +395,14 @@ def _lora(request: Request, model: ModelSpec) -> Lora | None:
     """Return the adapters of a named model's training.
 
     Raises:
-        UserError: a base model cannot be quantized, or there are no adapters.
+        UserError: they are wrong, or the base model cannot be quantized.
     """
-    if request.quantize and not request.lora:
-        raise UserError(f"--quantize {request.quantize} needs --lora: 4-bit weights cannot be trained themselves")
-    if request.quantize and "quantize=" in (request.lora or ""):
-        raise UserError("--quantize is also in --lora. Remove one of them.")
-    typed = [request.lora, f"quantize={request.quantize}" if request.quantize else None]
-    lora = parse_lora(",".join(filter(None, typed))) if request.lora else None
-    if lora and lora.quantize and (why := not_quantized(model.config)):
-        raise UserError(f"--quantize {lora.quantize}: {why}")
+    if not request.lora:
+        return None
+    lora = parse_lora(request.lora)
+    why = not_quantized(model.config) if lora.quantize else ""
+    if why:
+        raise UserError(f"--lora quantize={lora.quantize}: {why}")
     return lora
 
 
@@ -426,13 +411,12 @@ def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
         _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
         return workload_spec(request.workload, interpreter)
     if request.model:
-        found = resolve_model(
+        return resolve_model(
             request.model,
             trust_remote_code=request.trust_remote_code,
             unprotected=request.unprotected,
             interpreter=interpreter,
         )
-        return found if request.max_positions is None else with_positions(found, request.max_positions)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
 
@@ -565,8 +549,6 @@ def _seq_len(request: Request, model: ModelSpec, lengths: tuple[tuple[int, int],
         seq_len = _number(request.seq_len, "--seq-len", "a number of tokens, or max")
     if lengths:
         most = max(tokens for tokens, _ in lengths)
-        if seq_len is not None and not request.packed:
-            raise UserError("--seq-len cannot be combined with --lengths, which gives the lengths. Remove --seq-len.")
         seq_len = seq_len or most
         if seq_len < most:
             raise UserError(

@@ -301,7 +301,6 @@ def slots(
     *,
     memory_cap_bytes: int | None = None,
     headroom: float = 0.05,
-    offload_beside: bool = False,
     interpreter: Interpreter = OWN,
 ) -> tuple[Slot, ...]:
     """Divide this machine's GPUs or CPUs equally between `parallel` jobs.
@@ -311,8 +310,6 @@ def slots(
         ranks: ranks per job.
         memory_cap_bytes: limit per rank.
         headroom: share of capacity left free.
-        offload_beside: offloading candidates run in parallel and get a share of main memory; otherwise they run alone
-            with all of it.
 
     Raises:
         UserError: there are too few devices, or they differ.
@@ -333,8 +330,6 @@ def slots(
             f"--parallel {parallel}: these GPUs are unlike ({whole.name}), and so would be what they measure; choose alike ones "
             "with CUDA_VISIBLE_DEVICES"
         )
-    if offload_beside:
-        whole = dataclasses.replace(whole, host_memory_bytes=whole.host_memory_bytes // parallel)
     places = [whole.gpus[at : at + ranks] for at in range(0, parallel * ranks, ranks)]
     return tuple(
         Slot(dataclasses.replace(whole, count=ranks, gpus=place), {"CUDA_VISIBLE_DEVICES": ",".join(place)})

@@ -272,9 +272,11 @@ class Job:
             if value is not None and value not in known:
                 raise UserError(f"{option} {value}: expected one of {', '.join(known)}")
         if self.packed and self.task != CAUSAL:
-            raise UserError(f"--packing is for --task {CAUSAL}: {self.task} does not concatenate sequences")
+            raise UserError(
+                f"--lengths with --seq-len packs sequences, which is for --task {CAUSAL}: {self.task} has no packed rows"
+            )
         if self.packed and not self.lengths:
-            raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
+            raise UserError("packing needs the lengths of the sequences: give --lengths FILE")
         if why := self._unsplittable():
             raise UserError(f"{SEQUENCE_RANKS} {display_value(repr(self.base_config[SEQUENCE_RANKS]))}: {why}")
         if self.global_batch_size is not None:
@@ -522,24 +524,6 @@ def longest_sequence(config: dict[str, Any]) -> int | None:
         if isinstance(text.get(key), int):
             return int(text[key]) - taken
     return None
-
-
-def with_positions(model: ModelSpec, longest: int) -> ModelSpec:
-    """Return the model with positions for sequences of `longest` tokens, as after rope scaling.
-
-    Rope scaling changes no sizes; learned positions get more rows.
-
-    Raises:
-        UserError: the number is not above 0, or the configuration sets no limit.
-    """
-    whole_number(longest, "--max-positions", 1, MOST_TOKENS)
-    now = longest_sequence(model.config)
-    if now is None:
-        raise UserError(f"--max-positions {longest}: {model.name} has no limit to extend. Remove --max-positions")
-    text = model.config.get("text_config") or model.config
-    changed = {key: text[key] + longest - now for key in _LONGEST if isinstance(text.get(key), int)}
-    inner = {"text_config": {**text, **changed}} if model.config.get("text_config") else changed
-    return dataclasses.replace(model, config={**model.config, **inner})
 
 
 # -- source text of a script -------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def whole_if_quantized(value: Value, c: RequirementInputs) -> str:
     zero.Init partitions weights while the model is made, and bitsandbytes quantizes whole ones. transformers has a path through
     `from_pretrained` with a 16-bit storage type, which a model with random weights does not take.
     """
-    return "is not for --quantize: 4-bit weights are whole on each rank" * bool(
+    return "is not for quantize=nf4: 4-bit weights are whole on each rank" * bool(
         value == 3 and c.job.lora and c.job.lora.quantize
     )
 
@@ -267,13 +267,13 @@ def loss_possible(value: Value, c: RequirementInputs) -> str:
 
 
 def engine_compile(value: Value, c: RequirementInputs) -> str:
-    """Require --compile or the knob compile.
+    """Require the knob compile.
 
     Only `engine.compile()` reads it, and a script's call of that is not visible from outside.
     """
     if c.job.script is not None:
         return "needs a script that calls engine.compile(), which autotune cannot see"
-    return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
+    return "" if c.compiles or c.job.compiled else "needs the knob compile"
 
 
 # Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.

@@ -141,21 +141,12 @@ class _ToFile(logging.FileHandler):
             super().close()
 
 
-class _ToStderr(logging.Handler):
-    """Handler that prints to the present standard error, which a live view replaces."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
-            print(self.format(record), file=sys.stderr, flush=True)
-
-
 @contextmanager
-def logging_to(file: Path | None, *, verbose: bool = False) -> Iterator[None]:
+def logging_to(file: Path | None) -> Iterator[None]:
     """Write the log of this package for the body of the `with`.
 
     Args:
         file: receives every record with its time, at its end; None: no file.
-        verbose: print records of level DEBUG on standard error. Those above are printed anyway.
 
     Raises:
         UserError: the file cannot be written.
@@ -168,10 +159,6 @@ def logging_to(file: Path | None, *, verbose: bool = False) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"--log-file {file} cannot be written ({error.strerror}). Choose another file.") from None
         added[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    if verbose:
-        added.append(_ToStderr())
-        added[-1].addFilter(lambda record: record.levelno < logging.INFO)
-        added[-1].setFormatter(logging.Formatter("debug: %(message)s"))
     if added:
         LOG.setLevel(logging.DEBUG)
     for one in added:

@@ -54,7 +54,7 @@ study: no        # YAML would make False of it
 max-trials: 3
 headroom: 10%
 exhaustive: true
-compile: yes
+no-references: yes
 map: [train_micro_batch_size_per_gpu=--bs]
 export: HF_HOME
 ds-config: ds.json
@@ -68,7 +68,7 @@ def test_a_job_file_sets_options_by_their_names(asked: Any) -> None:
     found = asked(ALL)
     assert (found.model, found.gpus, found.seq_len, found.global_batch_size) == ("tiny-llama", 2, "64", "free")
     assert (found.budget, found.study, found.max_trials, found.headroom) == ("600", "no", 3, "10%")
-    assert (found.exhaustive, found.compiled, found.exports) == (True, True, ["HF_HOME"])
+    assert (found.exhaustive, found.no_references, found.exports) == (True, True, ["HF_HOME"])
     assert (found.maps, found.ds_config, found.storage) == (
         ["train_micro_batch_size_per_gpu=--bs"],
         Path("ds.json"),
@@ -87,8 +87,8 @@ def test_the_command_line_overrides_a_job_file(asked: Any, monkeypatch: pytest.M
 
 
 def test_one_job_file_serves_all_commands(asked: Any) -> None:
-    text = "model: tiny-llama\nbudget: 1h\nprice: 2\nmax-restarts: 4\nscript: train.py --x\nglobal-batch-size: 8\n"
-    assert asked(text, command="plan").price == 2.0
+    text = "model: tiny-llama\nbudget: 1h\ntokens: 2B\nmax-restarts: 4\nscript: train.py --x\nglobal-batch-size: 8\n"
+    assert asked(text, command="plan").tokens == "2B"
     assert asked(text, command="launch").max_restarts == 4
     assert asked(text, command="launch").script == ["train.py", "--x"]
     named = asked("study: mine\nscript: train.py\n", command="launch")
@@ -150,8 +150,8 @@ def test_the_documented_job_file_is_one(command: str, asked: Any) -> None:
 
 
 def test_anchors_and_json_are_read(asked: Any) -> None:
-    found = asked("budget: &b 1h\n<<: {gpus: 2, seed: 3}\nseed: 4\ntolerance: *b\n")
-    assert (found.tolerance, found.gpus, found.seed) == ("1h", 2, 4)
+    found = asked("budget: &b 1h\n<<: {gpus: 2, seed: 3}\nseed: 4\nheadroom: *b\n")
+    assert (found.headroom, found.gpus, found.seed) == ("1h", 2, 4)
     assert asked('{\n\t"gpus": 2,\n\t"study": "a\\/b"\n}', file="job.json").study == "a/b"
 
 

@@ -210,18 +210,6 @@ def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_positions_can_be_extended() -> None:
-    request = Request("tiny-gemma-2", 8, seq_len=2048, max_positions=4096, global_batch_size=8)
-    (plan, _) = plans(request, ["h100", "h200"])
-    assert plan.job.seq_len == 2048
-    for positions, said in ((1024, "takes at most 1024 tokens"), (0, "--max-positions")):
-        with pytest.raises(UserError, match=said):
-            plans(Request("tiny-gemma-2", 8, seq_len=2048, max_positions=positions), ["h100"])
-    with pytest.raises(UserError, match="has no limit to extend"):
-        plans(Request("t5-small", 1, max_positions=4096), ["h100"])
-
-
-@pytest.mark.slow
 def test_cards_are_compared_at_the_same_global_batch() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["a100"])
     batch = plan.job.global_batch_size
@@ -254,7 +242,6 @@ def test_a_global_batch_is_kept() -> None:
 @pytest.mark.parametrize(
     ("request_", "names", "said"),
     [
-        (Request("gemma-2-2b", 4), [], "names no GPU"),
         (Request("gemma-2-2b", 4), ["rtx309"], "rtx3090"),
         (Request("gemma-2-2b", -1), ["rtx3090"], "at least|between"),
         (Request("gemma-2-2b", 0), ["rtx3090"], "between 1"),
@@ -268,9 +255,6 @@ def test_a_global_batch_is_kept() -> None:
         (Request("gemma-2-2b", 4, tokens="-1e9"), ["rtx3090"], "--tokens -1e9"),
         (Request("gemma-2-2b", 4, tokens="many"), ["rtx3090"], "--tokens many: expected a number"),
         (Request("gemma-2-2b", 4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
-        (Request("gemma-2-2b", 4, price=0.0), ["rtx3090"], "--price 0"),
-        (Request("gemma-2-2b", 4, price=float("nan")), ["rtx3090"], "--price nan"),
-        (Request("gemma-2-2b", 4, price=2.0), ["rtx3090", "h100"], "cannot be combined with --compare"),
         (Request("gemma-2-2b", 4, host_memory="lots"), ["rtx3090"], "no size"),
         (Request("gemma-2-2b", 4, memory_cap="600MiB"), ["rtx3090"], "context and NCCL"),
         (Request("gemma-2-2b", 4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),
@@ -380,12 +364,8 @@ def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
 
 
 @pytest.mark.slow
-def test_your_own_price_and_memory_count() -> None:
-    (plan,) = plans(
-        Request("llama-3.2-1b", 2, seq_len=2048, price=0.5, host_memory="1TiB", memory_cap="20GiB"), ["a100"]
-    )
-    assert plan.outlook is not None
-    assert plan.outlook.usd_per_hour == pytest.approx(1.0)
+def test_your_own_memory_counts() -> None:
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048, host_memory="1TiB", memory_cap="20GiB"), ["a100"])
     assert not plan.host_assumed
     assert plan.hardware.host_memory_bytes == 2**40
     assert all(one.peak_bytes <= 20 * 2**30 for one in plan.best)

@@ -83,7 +83,7 @@ def test_without_arguments_help_is_printed_and_no_error(
     [
         ("run --model gemma-2-2", "gemma-2-2b"),
         ("plan --gpu h10", "h100"),
-        ("plan --compare a100-80gb,h10", "a100-80gb,h100"),
+        ("plan --gpu a100-80gb,h10", "a100-80gb,h100"),
         ("run --space zero", "zero3"),
         ("show mi", "mine"),
         ("run --study mi", "mine"),

@@ -55,14 +55,6 @@ def test_a_run_ends_with_its_compilers(tmp_path: Path, compiler: SlowCompiler, n
     assert out.strip().splitlines()[-1] == "autotune: stopped before anything was measured"
 
 
-@pytest.mark.main_path
-@pytest.mark.slow
-def test_cold_ranks_find_their_ops_built_before(tmp_path: Path, compiler: SlowCompiler) -> None:
-    code, out = stopped(compiler, tmp_path, signal.SIGTERM, *MODEL, "--isolation", "spawn")
-    assert code == 130
-    assert "building DeepSpeed's ShareMemComm" in out
-
-
 @pytest.mark.slow
 def test_a_script_is_stopped_before_its_first_run(tmp_path: Path, compiler: SlowCompiler) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')

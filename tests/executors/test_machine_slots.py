@@ -49,8 +49,6 @@ def test_gpus_of_its_own_for_each(driver: Driver, monkeypatch: pytest.MonkeyPatc
     assert [place.hardware.host_memory_bytes for place in slots(2, "auto", 2)] == [100 * GIB] * 2, (
         "what offloads is alone"
     )
-    shared = slots(2, "auto", 2, offload_beside=True)
-    assert [place.hardware.host_memory_bytes for place in shared] == [50 * GIB] * 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert [place.hardware.gpus for place in slots(2, "auto", 1)] == [(uuids[3],), (uuids[1],)]
     with pytest.raises(UserError, match="2 GPUs hold 1 job of 2 ranks; try --parallel 1"):

@@ -106,16 +106,14 @@ def test_what_qlora_refuses() -> None:
         with pytest.raises(UserError, match=said):
             parse_lora(text)
     for request, said in (
-        (Request(model="llama-2-7b", quantize="nf4"), "needs --lora"),
-        (Request(model="llama-2-7b", lora="r=8", quantize="int8"), "quantize is nf4"),
-        (Request(model="llama-2-7b", lora="r=8,quantize=nf4", quantize="nf4"), "also in --lora"),
-        (Request(model="mixtral-8x7b", lora="r=8", quantize="nf4"), "keeps all experts of a layer in one parameter"),
+        (Request(model="llama-2-7b", lora="r=8,quantize=int8"), "quantize is nf4"),
+        (Request(model="mixtral-8x7b", lora="r=8,quantize=nf4"), "keeps all experts of a layer in one parameter"),
     ):
         with pytest.raises(UserError, match=said):
             plans(request, ["rtx4090"], lambda text: None)
     space, notes = fitted(load_space("cpu_demo"), make_job(lora=NF4), detect("cpu", 2))
     assert 3 not in space.knobs["zero_stage"].values
-    assert "zero_stage 3 is not for --quantize: 4-bit weights are whole on each rank: left out" in notes
+    assert "zero_stage 3 is not for quantize=nf4: 4-bit weights are whole on each rank: left out" in notes
 
 
 @pytest.mark.slow

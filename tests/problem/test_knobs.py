@@ -196,7 +196,7 @@ def test_a_knob_is_decided_after_what_it_depends_on_however_it_is_written() -> N
         ("communication_data_type", "bf16", ONE, {"precision": "fp32"}, "losses may differ"),
         ("communication_data_type", "fp32", ONE, {}, ""),
         (ZERO + "round_robin_gradients", True, named_hardware("a100-80", 1), {}, "more than one rank"),
-        ("compile.deepcompile", True, ONE, {}, "--compile"),
+        ("compile.deepcompile", True, ONE, {}, "knob compile"),
     ],
 )
 def test_what_a_setting_needs(knob: str, value: Any, hardware: Hardware, changes: dict[str, Any], why: str) -> None:

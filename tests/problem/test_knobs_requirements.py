@@ -43,8 +43,8 @@ def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = F
             around(),
             "needs a training script: the step boundary of a named model is fixed",
         ),
-        (knobs.engine_compile, around(compiles=True), around(), "needs --compile, or the knob compile"),
-        (knobs.engine_compile, around(compiled=True), around(), "needs --compile, or the knob compile"),
+        (knobs.engine_compile, around(compiles=True), around(), "needs the knob compile"),
+        (knobs.engine_compile, around(compiled=True), around(), "needs the knob compile"),
         (
             knobs.engine_compile,
             around(compiled=True),

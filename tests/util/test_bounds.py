@@ -155,7 +155,7 @@ INTEGERS = ["-9" * 1, "0", str(2**31), str(2**63), str(10**30), "9" * 400, "9" *
 @pytest.mark.few(8)
 @pytest.mark.parametrize("number", INTEGERS)
 @pytest.mark.parametrize(
-    "option", ["--gpus", "--nodes", "--seq-len", "--global-batch-size", "--image-size", "--tokens", "--price", "--lora"]
+    "option", ["--gpus", "--nodes", "--seq-len", "--global-batch-size", "--image-size", "--tokens", "--lora"]
 )
 def test_numbers_of_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, number: str

@@ -29,23 +29,15 @@ def test_a_file_has_every_record_with_its_time_and_without_secrets(tmp_path: Pat
     assert LOG.level == logging.NOTSET
 
 
-def test_verbose_prints_what_is_not_printed_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    with logging_to(None, verbose=True):
-        LOG.debug("a reason")
-        LOG.info("printed elsewhere")
-    LOG.debug("later")
-    assert capsys.readouterr().err == "debug: a reason\n"
-
-
 def test_errors_are_in_the_log_file_and_a_wrong_file_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("budget: 1h\n")
-    words = ("plan", "job.yaml", "--model", "tiny-llama", "--gpu", "h100x", "--log-file", "x.log")
+    words = ("run", "job.yaml", "--model", "tiny-llamax", "--log-file", "x.log")
     assert call(monkeypatch, capsys, *words)[0] == 2
-    assert "unknown GPU 'h100x'" in (tmp_path / "x.log").read_text()
-    code, _, err = call(monkeypatch, capsys, *PLAN, "--log-file", str(tmp_path))
+    assert "unknown model 'tiny-llamax'" in (tmp_path / "x.log").read_text()
+    code, _, err = call(monkeypatch, capsys, "run", "--model", "tiny-llama", "--log-file", str(tmp_path))
     assert (code, len(err.splitlines())) == (2, 1)
     assert "cannot be written (Is a directory)" in err
     with pytest.raises(UserError, match="--log-file"), logging_to(tmp_path / "no" / "x.log"):

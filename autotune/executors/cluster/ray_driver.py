@@ -243,7 +243,7 @@ def connect(address: str) -> None:
             ) from None
         if isinstance(error, ConnectionError) or "Could not find" in text:
             raise Refused(
-                f"no Ray at {address} ({text[:200]}): start it on this machine (`ray start`), or give --ray-address"
+                f"no Ray at {address} ({text[:200]}): start it on this machine (`ray start`), or set RAY_ADDRESS"
             ) from None
         raise Refused(f"Ray at {address} cannot be joined ({text[:300]})") from None
 

@@ -31,21 +31,21 @@ _LEAVE_SECONDS = 15.0
 _CLIENT = "ray://"
 
 
-def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the cluster's address for `ray.init`: the given one, $RAY_ADDRESS, or this machine's cluster.
+def ray_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the cluster's address for `ray.init`: $RAY_ADDRESS, or this machine's cluster.
 
     Raises:
         UserError: the address is invalid, or ray is not installed here.
     """
-    address = typed or environment.get("RAY_ADDRESS") or "auto"
+    address = environment.get("RAY_ADDRESS") or "auto"
     if address.startswith(_CLIENT):
         raise UserError(
-            f"--ray-address {address}: Ray's client has no nodes of its own: call autotune on a machine of the cluster, and "
+            f"RAY_ADDRESS {address}: Ray's client has no nodes of its own: call autotune on a machine of the cluster, and "
             "give HOST:PORT as `ray status` says it there, or auto"
         )
     port = address.rpartition(":")[2]
     if address != "auto" and not (":" in address and port.isdigit() and 0 < int(port) < 65536):
-        raise UserError(f"--ray-address {address}: expected HOST:PORT, like 10.0.0.1:6379, or auto")
+        raise UserError(f"RAY_ADDRESS {address}: expected HOST:PORT, like 10.0.0.1:6379, or auto")
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             f"--executor ray: no package ray in {sys.executable}. Install the cluster's version of it there "

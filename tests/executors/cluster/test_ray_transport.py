@@ -112,17 +112,16 @@ def test_nodes_go_by_the_first_name_that_tells_them_apart() -> None:
 )
 def test_addresses_that_are_none(typed: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        ray_address(typed)
+        ray_address({"RAY_ADDRESS": typed})
 
 
 def test_where_the_address_comes_from_and_a_python_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_transport.importlib.util, "find_spec", lambda name: name)
-    assert ray_address("a:1", {"RAY_ADDRESS": "b:2"}) == "a:1"
-    assert ray_address(None, {"RAY_ADDRESS": "b:2"}) == "b:2"
-    assert ray_address(None, {}) == "auto"
+    assert ray_address({"RAY_ADDRESS": "b:2"}) == "b:2"
+    assert ray_address({}) == "auto"
     monkeypatch.setattr(ray_transport.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"no package ray in .*Install the cluster's version of it there"):
-        ray_address(None, {})
+        ray_address({})
 
 
 @pytest.mark.parametrize(
