@@ -45,10 +45,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # Without a compiler what offloads fails and says so; all else runs.
-LOAD_OPS := from autotune.workers.jit_ops import load_ops; failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); assert not failed, failed
+LOAD_OPS := import sys; from autotune.workers.jit_ops import load_ops; failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); \
+	sys.exit('; '.join(f"DeepSpeed's {op} was not built ({why})" for op, why in failed.items()) or None)
+export LOAD_OPS
 $(VENV)/.ops: $(VENV)/.installed
-	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$(LOAD_OPS)" \
-		&& touch $@ || echo "DeepSpeed's CPU ops were not built" >&2
+	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$$LOAD_OPS" && touch $@ || true
 
 # The oldest supported versions, in an environment of their own: ranks, exports, versions. It has links to this environment's torch,
 # which saves a download; OLD_TORCH=2.6.0 installs the oldest torch in yet another one. DeepSpeed's ops are built first, since two
@@ -70,7 +71,7 @@ test-oldest-first: $(OLD)/.ops
 		-k "not test_scripts or tuned_as_it_is or rung_loads or longest_batches"
 
 $(OLD)/.ops: $(OLD)/.installed
-	DS_ACCELERATOR=cpu $(IN_OLD) -c "$(LOAD_OPS)"
+	DS_ACCELERATOR=cpu $(IN_OLD) -c "$$LOAD_OPS"
 	touch $@
 
 $(OLD)/.installed: pyproject.toml environments/oldest.txt $(VENV)/.installed

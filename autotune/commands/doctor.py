@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,12 +44,14 @@ from autotune.util.interpreter import APART, OWN, Interpreter
 from autotune.util.units import GIB, MIB, format_bytes
 from autotune.versions import complaint, dotted, newer, release
 from autotune.workers.gpu_locks import lock_holder
+from autotune.workers.host_workers import LivenessCheck
 from autotune.workers.launchers import MARK, trial_environment
 from autotune.workers.process_tree import end_processes_with_variable
 
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
-_BUILD_SECONDS = 1200
+_IDLE_SECONDS = 120.0  # limit without any computation or I/O of the probe and its compilers
+_SHOWN_SECONDS = 10.0  # between two reports of a slow step
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,10 @@ def op(name):
     if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
     with terminate_with_descendants():
-        if why := load_ops([name]).get(name):
+        def tell(**said):
+            if said["state"] == "waiting" and not said["seconds"]:
+                print("DOINGwaiting for DeepSpeed's ops, which another process builds", flush=True)
+        if why := load_ops([name], tell).get(name):
             raise RuntimeError(why)
     return True
 for name in sys.argv[1:]:
@@ -313,7 +319,8 @@ def _libraries(doing: Callable[[str], None], interpreter: Interpreter) -> Iterat
     if facts is not None:
         yield from judge_libraries(facts, device)
     elif last is None:
-        found, fix = f"no answer within {_BUILD_SECONDS} s", "try `ds_report`; its output shows where a build hangs"
+        found = f"no compiler and nothing else worked for {_IDLE_SECONDS:.0f} s"
+        fix = "try `ds_report`; its output shows where a build hangs"
         yield Finding("bad", "libraries", found, "nothing can be measured", fix)
     else:
         yield Finding("bad", "libraries", f"the probe died: {last[:160]}", "nothing can be measured", "reinstall torch")
@@ -332,11 +339,25 @@ def _examination(
     Returns:
         The facts, or None; and the last line of its errors, or None if it hung.
     """
-    mark, hung, facts = uuid.uuid4().hex, threading.Event(), None
+    mark, hung, over, facts = uuid.uuid4().hex, threading.Event(), threading.Event(), None
 
-    def end() -> None:
-        hung.set()
-        end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
+    step = ["starting a Python"]
+
+    def watch() -> None:
+        check, progressed_at = LivenessCheck(), time.monotonic()
+        began, before = progressed_at, step[0]
+        while not over.wait(1.0):
+            now = time.monotonic()
+            if step[0] != before:
+                began, before = now, step[0]
+            if check.made_progress([child.pid]):
+                progressed_at = now
+            if now - began > _SHOWN_SECONDS:
+                doing(f"{step[0]} ({now - began:.0f} s)")
+            if now - progressed_at > _IDLE_SECONDS:
+                hung.set()
+                end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
+                return
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
@@ -349,17 +370,19 @@ def _examination(
             encoding="utf-8",
             errors="replace",
         )
-        limit = threading.Timer(_BUILD_SECONDS, end)
-        limit.start()
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             for line in child.stdout or ():
                 if line.startswith("DOING"):
-                    doing(line[5:].strip())
+                    step[0] = line[5:].strip()
+                    doing(step[0])
                 elif line.startswith("FACTS"):
                     facts = json.loads(line[5:])
             child.wait()
         finally:
-            limit.cancel()
+            over.set()
+            watcher.join()
             end_processes_with_variable(MARK, mark)
             child.wait()
         errors.seek(0)

@@ -14,6 +14,7 @@ from typing import Any
 from autotune.commands.setup import FREE, Setup
 from autotune.errors import MachineError, NothingFits, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
+from autotune.executors.machine import op_name
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
 from autotune.problem.job import Job, Script
@@ -21,6 +22,7 @@ from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
+from autotune.rank.ds_config import DISPENSABLE
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
@@ -425,6 +427,9 @@ def _run_with_ops(
     return outcome, {**session.facts, **found}
 
 
+_NOT_BUILT = re.compile("building extension|JIT load")  # of torch and of DeepSpeed
+
+
 def _refuse_unless_run(
     executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: StartupDeadline
 ) -> None:
@@ -445,6 +450,12 @@ def _refuse_unless_run(
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before the script was measured")
+    failed = sorted(executor.ops.failed.keys() - DISPENSABLE)
+    if failed and _NOT_BUILT.search(outcome.reason):
+        ops = ", ".join(f"DeepSpeed's {op_name(op)} ({executor.ops.failed[op]})" for op in failed)
+        raise MachineError(
+            f"the script needs an op that cannot be built: {ops}; `autotune doctor` says what is missing"
+        )
     longer = _longer(facts.get(RAN), left_seconds, budget.seconds)
     if why := _in_one_line(outcome, executor.job.script.target, longer, reached=bool(facts)):
         raise UserError(why)

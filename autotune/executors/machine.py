@@ -238,18 +238,20 @@ class Ops:
                 self._print_line(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
 
     def _announce(self, message: Message) -> None:
-        op, last = op_name(message["op"]), message["last_seconds"]
-        took = f"it took {format_duration(last)} the last time" if last else "once for this environment, maybe minutes"
+        op = op_name(message["op"])
         if message["state"] == "loading":
             self._loading = time.monotonic(), message
             self._show(f"loading DeepSpeed's {op}")
             return
         if message["state"] == "waiting":
-            text = f"waiting for DeepSpeed's {op}, which another process is building ({took})"
+            text = f"waiting for DeepSpeed's {op}: another process builds ops"
+            if message["seconds"]:
+                self._show(f"{text} ({format_duration(message['seconds'])})")
+                return
         elif message.get("going_on"):
-            text = f"going on with DeepSpeed's {op}, whose build was stopped ({took}; outside the budget)"
+            text = f"going on with DeepSpeed's {op}, whose build was stopped (outside the budget)"
         else:
-            text = f"building DeepSpeed's {op} ({took}; outside the budget)"
+            text = f"building DeepSpeed's {op} (once for this environment, maybe minutes; outside the budget)"
         if message["state"] == "building" and self._building_since is None:
             self._building_since = time.monotonic()
         self._print_line(text)

@@ -13,7 +13,7 @@ import shutil
 import signal
 import struct
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,14 +27,18 @@ from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 # -- ops ---------------------------------------------------------------------------------------------------------------
 #
 # torch guards every build by a lock file and waits for it without limit. A killed build leaves its lock, and then every
-# process that needs the op hangs: training, DeepSpeed's own tuner, `ds_report`.
+# process that needs the op hangs: training, DeepSpeed's own tuner, `ds_report`. An op may build others first (AsyncIO
+# builds pin_memory), so the locks of all ops of a folder are one matter.
 #
-# autotune's builds also hold a kernel lock, which ends with its holder, so only one of two tuners builds. The tuner
-# that follows a killed build detects it, ends its remains and resumes it, since ninja keeps compiled files.
+# autotune's builds also hold one kernel lock on the folder, which ends with its holder. The process that follows a killed
+# build ends its remains, removes its locks and resumes it, since ninja keeps compiled files.
 
-LIVELY_SECONDS = 120.0  # a folder with a more recent change may be building on another host with the same home
+IDLE_SECONDS = (
+    120.0  # a lock without a change or a compiler for this time is stale, also on another host with this home
+)
 _LOOK_SECONDS = 0.1
 _KILL_SECONDS = 5.0  # time for a killed compiler to be reaped
+_SHOWN_SECONDS = 10.0  # between two reports of a wait
 
 ProgressCallback = Callable[..., None]  # receives `op`, `state` (waiting, building, loading, done, failed) and details
 
@@ -55,10 +59,21 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
             built = _load(name, builder, folder, report)
             report(op=name, state="done", built=built, seconds=time.monotonic() - began)
         except Exception as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            failed[name] = why[:300].removesuffix(" None")  # DeepSpeed appends its error log, which may be None
+            failed[name] = failure_reason(error)
             report(op=name, state="failed", seconds=time.monotonic() - began)
     return failed
+
+
+_FAILURE = re.compile(r"^.*(?:\berror: |: cannot find |No such file or directory|command not found).*$", re.MULTILINE)
+
+
+def failure_reason(error: BaseException) -> str:
+    """Return why an op cannot be built, in one line: the first error of a compiler or linker, else of the text."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if found := _FAILURE.search(text, len(first)):
+        first = f"{first.partition(': [')[0]}: {found[0].strip()}"
+    return first[:300].removesuffix(" None")  # DeepSpeed appends its error log, which may be None
 
 
 def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bool:
@@ -67,20 +82,17 @@ def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bo
         builder.load(verbose=False)
         return False
     library = folder / builder.name / f"{builder.name}.so"
-    before, seconds = _written_ns(library), last_seconds(name, folder)
+    before = _written_ns(library)
 
-    def wait() -> None:
-        report(op=name, state="waiting", last_seconds=seconds)
+    def waiting(seconds: float) -> None:
+        report(op=name, state="waiting", seconds=seconds)
 
-    with hold_build_lock(folder, builder.name, wait) as going_on:
-        ours = _written_ns(library)
-        report(op=name, state="loading" if ours else "building", last_seconds=seconds, going_on=going_on)
-        began = time.monotonic()
+    with hold_build_lock(folder, waiting) as going_on:
+        state = "loading" if library.exists() else "building"
+        report(op=name, state=state, going_on=going_on)
         builder.load(verbose=False)
-        took = time.monotonic() - began if _written_ns(library) != ours else None
-        with suppress(OSError):  # a full disk; the duration is then unknown
-            # A resumed build does not show the duration of a whole one.
-            note_built(name, builder.name, None if going_on and seconds else took, folder)
+        with suppress(OSError):  # a full disk: the next training asks again
+            _op_file(name, folder).write_text(builder.name, encoding="utf-8")
     return _written_ns(library) != before
 
 
@@ -104,81 +116,144 @@ def _written_ns(path: Path) -> int:
     return 0
 
 
+_held = threading.local()  # `folders`: those that this thread holds, since an op may build another one
+
+
 @contextmanager
-def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Hold an op's folder against other autotune processes on this machine, without a stale lock of torch.
+def hold_build_lock(folder: Path, waiting: Callable[[float], None] = lambda seconds: None) -> Iterator[bool]:
+    """Hold the folder of ops against other autotune processes on this machine, without stale locks of torch.
 
     Args:
-        wait: called once if another process holds the folder.
+        waiting: called every ten seconds of a wait for another process, with the seconds so far.
 
     Yields:
         True if a build was killed here.
 
     Raises:
-        UserError: a link leads out of the folder, and the build would write through it.
+        UserError: a link leads out of the folder, and the build would write through it; or another process holds a lock
+            and builds nothing.
     """
-    place, building, boot = folder / op, folder / f".{op}.building", boot_id()
+    held: set[Path] = vars(_held).setdefault("folders", set())
+    if folder in held:
+        yield False
+        return
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    _check_no_links_out(folder, [place, building, folder / f".{op}.lock"])
-    descriptor = _lock(folder / f".{op}.lock", wait)
+    _check_no_links_out(folder)
+    wait = _Wait(folder, waiting)
+    descriptor = _lock(folder / ".lock", wait)
+    held.add(folder)
     try:
-        # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
-        # nothing and stays: locks may not work between machines that share a home.
-        mark: str | None = None  # boot id of the building machine, empty from old versions; None without a build
+        building = folder / ".building"
+        mark: str | None = None  # boot id of the building machine; None without a build
         with suppress(OSError):
             mark = building.read_text(errors="replace", encoding="utf-8")
-        ours = descriptor is not None and mark in (None, "", boot)
-        going_on = ours and mark is not None and not is_open(place / "lock")
-        if going_on:
-            _end_left(place)
-            (place / "lock").unlink(missing_ok=True)
-        wait_for_lock(place / "lock")
-        # No build runs any more, so a mark this old belongs to a former machine or boot.
-        ours = ours or (descriptor is not None and time.time() - _written_ns(building) / 1e9 > LIVELY_SECONDS)
-        remove_incomplete(place, 0.0 if ours else LIVELY_SECONDS)
-        if ours:
-            with suppress(OSError):
-                building.write_text(boot, encoding="utf-8")
-        yield going_on
+        # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
+        # nothing: locks may not work between machines that share a home.
+        killed = descriptor is not None and mark in ("", boot_id())
+        alone = descriptor is not None and mark in (None, "", boot_id())
+        if killed:
+            _end_left(folder)
+        _remove_stale_locks(folder, wait, killed=killed)
+        for place in _op_folders(folder):
+            remove_incomplete(place, 0.0 if alone else IDLE_SECONDS)
+        with suppress(OSError):
+            building.write_text(boot_id(), encoding="utf-8")
+        with _linked_without_space(folder):
+            yield killed
     finally:
-        if ours:
-            building.unlink(missing_ok=True)
+        held.discard(folder)
+        with suppress(OSError):
+            (folder / ".building").unlink()
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in between must not keep the lock
             os.close(descriptor)
 
 
-def _check_no_links_out(folder: Path, written: list[Path]) -> None:
+class _Wait:
+    """Wait for another process that builds in a folder, as long as it does."""
+
+    def __init__(self, folder: Path, waiting: Callable[[float], None]) -> None:
+        self._folder, self._waiting = folder, waiting
+        self._began = self._busy_at = time.monotonic()
+        self._shown_at = -_SHOWN_SECONDS
+
+    def look(self, lock: Path) -> None:
+        """Sleep for a moment, and report the wait.
+
+        Raises:
+            UserError: no compiler works, and no file changes.
+        """
+        now = time.monotonic()
+        if now - self._shown_at >= _SHOWN_SECONDS:
+            self._waiting(now - self._began if self._shown_at >= 0 else 0.0)
+            self._shown_at = now
+            if _idle_seconds(self._folder) < IDLE_SECONDS or _compilers(self._folder):
+                self._busy_at = now
+        if now - self._busy_at > IDLE_SECONDS:
+            raise UserError(
+                f"{lock} is held by a process that has run no compiler for {IDLE_SECONDS:.0f} s: end that process "
+                f"(`fuser {lock}` names it)"
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _remove_stale_locks(folder: Path, wait: _Wait, *, killed: bool) -> None:
+    """Remove torch's locks whose creators have ended, and wait for those that build.
+
+    Args:
+        killed: a build of this machine was killed, so that a lock which no process has open is its.
+    """
+    for lock in folder.glob("*/lock"):
+        while lock.exists():
+            if not is_open(lock) and (killed or _idle_seconds(folder) > IDLE_SECONDS):
+                lock.unlink(missing_ok=True)
+                print(f"removed {lock}: the build that made it is gone", flush=True)
+                break
+            wait.look(lock)
+
+
+def _check_no_links_out(folder: Path) -> None:
     """Check that files that a build writes lie in this folder. Trials may write here, and leave a link to any file."""
     root = os.path.realpath(folder)
-    inner = (path for one in written if not one.is_symlink() for path in one.rglob("*"))
-    for path in (*written, *inner):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+    for path in folder.rglob("*"):
+        if path.is_symlink() and path != folder / _TORCH and not Path(os.path.realpath(path)).is_relative_to(root):
             raise UserError(f"{path} is a link out of {folder}, and a build would write through it: remove it")
 
 
-def _lock(path: Path, wait: Callable[[], None]) -> int | None:
+def _lock(path: Path, wait: _Wait) -> int | None:
     """Return a descriptor that holds the file's lock, or None if the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                wait.look(path)
     except OSError:
         os.close(descriptor)
         return None
-    return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
-def _end_left(place: Path) -> None:
-    """Kill compilers that a killed build left running in its folder."""
-    left = pids_working_in(place)
+def _op_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.is_dir() and not path.is_symlink()]
+
+
+def _compilers(folder: Path) -> list[int]:
+    """Return the processes that work in the folders of ops."""
+    return [pid for place in _op_folders(folder) for pid in pids_working_in(place)]
+
+
+def _end_left(folder: Path) -> None:
+    """Kill compilers that a killed build left running."""
+    left = _compilers(folder)
     for pid in left:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -187,19 +262,45 @@ def _end_left(place: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def wait_for_lock(lock: Path) -> None:
-    """Wait until no process builds behind `lock`, and remove the file if its creator has ended."""
-    while lock.exists():
-        if time.time() - _last_change(lock.parent) > LIVELY_SECONDS and not is_open(lock):
-            lock.unlink(missing_ok=True)
-            print(f"removed {lock}: the build that made it is gone", flush=True)
-            return
-        time.sleep(0.2)
+def _idle_seconds(folder: Path) -> float:
+    """Return the seconds since the last change of a file in the folders of ops."""
+    changes = [_written_ns(entry) for place in _op_folders(folder) for entry in place.iterdir()]
+    return time.time() - max(changes, default=0) / 1e9
 
 
-def _last_change(folder: Path) -> float:
-    """Return the last change of a file in the folder, in seconds since the epoch."""
-    return max((_written_ns(entry) / 1e9 for entry in folder.iterdir()), default=0.0)
+_TORCH = "torch"  # link in the folder of ops
+
+
+@contextmanager
+def _linked_without_space(folder: Path) -> Iterator[None]:
+    """Give the linker torch's libraries by a path without a space, for the body of the `with`.
+
+    torch writes its path unquoted after `-L` (`_prepare_ldflags` in torch/utils/cpp_extension.py). The link stays,
+    because ninja builds again if a command has changed.
+
+    Raises:
+        UserError: the folder's path has a space, too.
+    """
+    torch = _package_folder("torch")
+    if torch is None or " " not in str(torch):
+        yield
+        return
+    link = folder / _TORCH
+    if " " in str(link):
+        raise UserError(
+            f"torch cannot link ops against {torch}: its path has a space, and so has {folder}. Set {FOLDER} to a path "
+            "without a space, or move the environment to one"
+        )
+    if not link.is_symlink() or os.readlink(link) != str(torch):
+        link.unlink(missing_ok=True)
+        link.symlink_to(torch)
+    from torch.utils import cpp_extension
+
+    before, cpp_extension.TORCH_LIB_PATH = cpp_extension.TORCH_LIB_PATH, str(link / "lib")
+    try:
+        yield
+    finally:
+        cpp_extension.TORCH_LIB_PATH = before
 
 
 # -- extension folders -------------------------------------------------------------------------------------------------
@@ -219,7 +320,6 @@ def use_own_folder() -> Path:
         with suppress(OSError):  # if the home is not writable, torch reports it at the build
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[FOLDER] = str(folder)
-            _adopt_all(folder)
         return folder
     return Path(os.environ[FOLDER])
 
@@ -230,16 +330,25 @@ def own_folder(device: str) -> Path:
     Args:
         device: `cuda` or `cpu`. DeepSpeed builds some ops differently if no GPU is used.
     """
+    python = f"{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     versions = f"torch{_version('torch')}-deepspeed{_version('deepspeed')}"
-    name = f"autotune-py{_python()}-{versions}{device and '-'}{device}"
+    name = f"autotune-py{python}-{versions}{device and '-'}{device}"
     key = hashlib.sha256(json.dumps([name, *_made_with()]).encode()).hexdigest()[:10]
-    return _torch_root() / f"{name}-{key}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()  # like torch's `get_default_build_root`
+    return root / "torch_extensions" / f"{name}-{key}"
 
 
 def is_built(builder: str, folder: Path) -> bool:
     """Return True if this builder's op (`CPUAdamBuilder`) seems built in the folder, as far as detectable without torch."""
-    op = _record(folder / f"{builder}.json").get("op")
-    return bool(op) and is_complete(folder / str(op) / f"{op}.so")
+    with suppress(OSError):
+        op = _op_file(builder, folder).read_text(encoding="utf-8")
+        return is_complete(folder / op / f"{op}.so")
+    return False
+
+
+def _op_file(builder: str, folder: Path) -> Path:
+    """Return the file with the name of a builder's op, which is written after its build."""
+    return folder / f"{builder}.op"
 
 
 def is_complete(library: Path) -> bool:
@@ -280,54 +389,6 @@ def _is_incomplete(path: Path) -> bool:
     return bool(size < sections + each * count)
 
 
-def last_seconds(builder: str, folder: Path) -> float | None:
-    """Return the duration of the last build, here or in another environment, or None without one."""
-    others = list(_torch_root().glob(f"*/{builder}.json"))
-    with suppress(OSError):
-        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in (folder / f"{builder}.json", *others):
-        if seconds := _record(path).get("seconds"):
-            return float(seconds)
-    return None
-
-
-def note_built(builder: str, op: str, seconds: float | None, folder: Path) -> None:
-    """Record that an op is built here, and its duration; None keeps the recorded duration.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    path = folder / f"{builder}.json"
-    known = _record(path)
-    record = {"op": op, "seconds": known.get("seconds") if seconds is None else round(seconds, 1)}
-    if record == known:
-        return
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(record, file)
-    os.replace(name, path)
-
-
-def _record(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
-# -- identity of an environment ------------------------------------------------------------------------------------------
-
-
-def _torch_root() -> Path:
-    """Return torch's root folder, like its `get_default_build_root`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
-
-
-def _python() -> str:
-    return f"{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-
-
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -336,21 +397,17 @@ def _version(package: str) -> str:
 
 
 def _made_with() -> list[str]:
-    """Return the inputs of a build besides versions: paths, CUDA, compilers and processors.
+    """Return the inputs of a build besides versions: paths, the build of torch, CUDA and processors.
 
     Builds use `-march=native`, and machines may share a home.
     """
     torch = _package_folder("torch")
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or ""
-    said = ""
+    build = ""
     with suppress(OSError):
-        said = (torch / "version.py").read_text(encoding="utf-8") if torch else ""
-    with suppress(OSError):
-        cuda = os.path.realpath(cuda) if cuda else ""
-    named = (os.environ.get("CXX") or "c++", os.environ.get("CC", "cc"))
-    compilers = [os.path.realpath(shutil.which(name) or name) for name in named]
+        build = (torch / "version.py").read_text(encoding="utf-8") if torch else ""
     folders = [os.path.realpath(sys.prefix), str(torch), str(_package_folder("deepspeed"))]
-    return [*folders, said, cuda, *compilers, *_chips()]
+    return [*folders, build, os.path.realpath(cuda), *_chips()]
 
 
 def _chips() -> list[str]:
@@ -369,54 +426,3 @@ def _chips() -> list[str]:
 def _package_folder(name: str) -> Path | None:
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-
-
-# -- earlier builds of torch for this environment ------------------------------------------------------------------------
-
-
-def _adopt_all(folder: Path) -> None:
-    """Copy builds of this environment from torch's default folder.
-
-    ninja keeps times and commands next to its outputs, so it finds nothing to do or only the rest.
-    """
-    torch = _package_folder("torch")
-    if torch is None:
-        return
-    for built in _torch_root().glob(f"py{_python()}_*/*/*.so"):
-        source, ours = built.parent, folder / built.parent.name
-        if built.stem == source.name and not ours.exists():
-            with suppress(OSError, shutil.Error):
-                _adopt(source, ours, torch)
-
-
-def _adopt(source: Path, ours: Path, torch: Path) -> None:
-    before = _state(source)
-    if before is None or f"-isystem {torch}/include " not in (source / "build.ninja").read_text(encoding="utf-8"):
-        return
-    # ninja compares times and paths, so it would miss a package replaced in place by files with older times.
-    installed = max(_installed_ns(package) for package in ("torch", "deepspeed"))
-    if (source / f"{source.name}.so").stat().st_mtime_ns <= installed:
-        return
-    copy = Path(tempfile.mkdtemp(dir=ours.parent, prefix=f".{ours.name}."))
-    try:
-        shutil.copytree(source, copy, dirs_exist_ok=True)
-        if _state(source) == before:  # no build has started there since
-            os.rename(copy, ours)
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
-
-
-def _state(source: Path) -> list[tuple[str, int]] | None:
-    """Return names and times of a folder's files, or None if a build holds it."""
-    if (source / "lock").exists():
-        return None
-    return sorted((path.name, path.stat().st_mtime_ns) for path in source.iterdir())
-
-
-def _installed_ns(package: str) -> int:
-    """Return the time at which the package was installed."""
-    folder = _package_folder(package)
-    if folder is None:
-        return sys.maxsize  # prevents any adoption
-    status = (folder / "__init__.py").stat()
-    return max(status.st_mtime_ns, status.st_ctime_ns)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import FIRST_SHARE, _run_with_ops
+from autotune.commands.script_probe import FIRST_SHARE, _refuse_unless_run, _run_with_ops
+from autotune.errors import MachineError, ScriptFails
 from autotune.executors.base import MeasureSpec
 from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Script
-from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.script.profile import OPS, unknown_job
 from tests.conftest import make_job
 
@@ -93,3 +94,27 @@ def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp
     assert session._spec()["ops"] == second, "a rank need not leave for these"
     session._process(1, {"type": "unbuilt", "op": "EvoformerAttnBuilder"})
     assert session.missing_op == "EvoformerAttnBuilder", "any rank may be the one"
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        ("RuntimeError: Error building extension 'cpu_adam': [1/3] c++", MachineError),
+        ("RuntimeError: Unable to JIT load the cpu_adam op due to hardware/software issue.", MachineError),
+        ("ValueError: its own", ScriptFails),
+    ],
+)
+def test_an_op_that_cannot_be_built_is_no_fault_of_the_script(
+    reason: str, error: type[Exception], hardware: Hardware, tmp_path: Path
+) -> None:
+    job = unknown_job(Script(("train.py",), str(tmp_path)), hardware)
+    ops = SimpleNamespace(failed={"CPUAdamBuilder": "ld: cannot find -ltorch"})
+    executor: Any = SimpleNamespace(job=job, hardware=hardware, ops=ops)
+    outcome = Outcome(OutcomeKind.CRASH, Phase.INIT, reason=reason, exceptions=("builtins.RuntimeError",))
+    budget: Any = SimpleNamespace(seconds=60.0)
+    with pytest.raises(error) as caught:
+        _refuse_unless_run(executor, outcome, {}, 60.0, budget)
+    said = (
+        "the script needs an op that cannot be built: DeepSpeed's CPUAdam (ld: cannot find -ltorch); `autotune doctor`"
+    )
+    assert (said in str(caught.value)) is (error is MachineError)

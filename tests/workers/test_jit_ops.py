@@ -1,11 +1,11 @@
 """A build that was killed leaves its lock; nobody may wait for it."""
 
+import fcntl
 import os
 import signal
 import struct
-import sys
-import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,87 +15,91 @@ import pytest
 from autotune.errors import UserError
 from autotune.util.linux import boot_id
 from autotune.workers import jit_ops
-from autotune.workers.jit_ops import wait_for_lock
 
 
-def make_lock(folder: Path, age_seconds: float) -> Path:
-    lock = folder / "lock"
+def make_lock(folder: Path, op: str = "adam", age_seconds: float = 0.0) -> Path:
+    """The lock of torch in an op's folder, as a build left it that long ago."""
+    (folder / op).mkdir(parents=True)
+    lock = folder / op / "lock"
     lock.touch()
     old = time.time() - age_seconds
     os.utime(lock, (old, old))
     return lock
 
 
-def test_a_killed_builds_lock_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_build_leaves_no_lock_of_any_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """AsyncIO builds pin_memory first, and a kill then leaves the lock of pin_memory."""
+    locks = [make_lock(tmp_path, "pin_memory"), make_lock(tmp_path, "async_io")]
+    (tmp_path / ".building").write_text(boot_id())
+    with jit_ops.hold_build_lock(tmp_path) as going_on:
+        assert going_on
+        assert not any(lock.exists() for lock in locks)
+        assert (tmp_path / ".building").read_text() == boot_id()
+    assert not (tmp_path / ".building").exists()
+    assert all(f"removed {lock}" in capsys.readouterr().out for lock in locks[:1])
+
+
+def test_the_lock_of_a_build_without_autotune_is_removed_once_it_is_old(tmp_path: Path) -> None:
     lock = make_lock(tmp_path, age_seconds=3600)
-    wait_for_lock(lock)
-    assert not lock.exists()
-    assert str(lock) in capsys.readouterr().out
+    with jit_ops.hold_build_lock(tmp_path) as going_on:
+        assert not going_on
+        assert not lock.exists()
 
 
 def test_no_lock_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(jit_ops.time, "sleep", naps.append)
-    wait_for_lock(tmp_path / "lock")
-    assert naps == []
+    monkeypatch.setattr(jit_ops.time, "sleep", lambda seconds: pytest.fail("waits"))
+    with jit_ops.hold_build_lock(tmp_path):
+        pass
 
 
-def test_a_held_lock_is_waited_for(tmp_path: Path) -> None:
-    lock = make_lock(tmp_path, age_seconds=3600)
-    with lock.open():
-        waiter = threading.Thread(target=wait_for_lock, args=[lock], daemon=True)
-        waiter.start()
-        waiter.join(1.0)
-        assert waiter.is_alive()
-        assert lock.exists()
-        lock.unlink()  # as the builder does when it is done
-        waiter.join(60.0)
-    assert not waiter.is_alive()
+@pytest.mark.parametrize("mark", [None, "elsewhere"])
+def test_a_lock_that_may_be_held_is_waited_for_with_its_time(
+    tmp_path: Path, mark: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has it open, or a file of its folder is new: another host with the same home may build."""
+    monkeypatch.setattr(jit_ops, "_SHOWN_SECONDS", 0.1)
+    lock = make_lock(tmp_path, age_seconds=3600 if mark is None else 0.0)
+    if mark is not None:
+        (tmp_path / ".building").write_text(mark)
+    waited: list[float] = []
 
+    def waiting(seconds: float) -> None:
+        waited.append(seconds)
+        if seconds > 0.2:
+            lock.unlink(missing_ok=True)  # as the builder does when it is done
 
-def test_a_folder_that_changes_is_another_hosts_build(tmp_path: Path) -> None:
-    lock = make_lock(tmp_path, age_seconds=3600)
-    built = tmp_path / "adam.o"
-    built.touch()
-    waiter = threading.Thread(target=wait_for_lock, args=[lock], daemon=True)
-    waiter.start()
-    waiter.join(0.7)
-    assert lock.exists(), "something in its folder is new"
-    os.utime(built, (0, 0))
-    waiter.join(60.0)
-    assert not lock.exists()
-
-
-@pytest.mark.parametrize(("mark", "ours"), [("", True), (boot_id(), True), ("elsewhere", False)])
-def test_only_this_machines_build_is_known_to_be_dead(tmp_path: Path, mark: str, ours: bool) -> None:
-    (tmp_path / "adam").mkdir()
-    (tmp_path / ".adam.building").write_text(mark)
-    lock, done = make_lock(tmp_path / "adam", age_seconds=0), threading.Event()
-
-    def end() -> None:  # the other machine's build
-        done.set()
-        lock.unlink()
-
-    if not ours:
-        threading.Timer(0.5, end).start()
-    with jit_ops.hold_build_lock(tmp_path, "adam") as going_on:
-        assert going_on is ours
-        assert done.is_set() is not ours, "it is waited for"
-        assert not lock.exists()
-        assert (tmp_path / ".adam.building").read_text() == (boot_id() if ours else mark)
-    assert (tmp_path / ".adam.building").exists() is not ours, "whose mark that is"
-
-
-def test_a_mark_of_a_boot_that_is_gone_goes(tmp_path: Path) -> None:
-    """The power was cut amid a build: the next is waited for as another machine's would be, and no later one."""
-    (tmp_path / "adam").mkdir()
-    mark = tmp_path / ".adam.building"
-    mark.write_text("an earlier boot")
-    os.utime(mark, (0, 0))
-    with jit_ops.hold_build_lock(tmp_path, "adam") as going_on:
+    with lock.open() if mark is None else nullcontext(), jit_ops.hold_build_lock(tmp_path, waiting) as going_on:
         assert not going_on
-        assert mark.read_text() == boot_id()
-    assert not mark.exists()
+    assert waited[0] == 0.0
+    assert len(waited) > 1
+
+
+@pytest.mark.parametrize("holder", ["lock of torch", "lock of autotune"])
+def test_a_holder_without_a_compiler_is_named_after_two_minutes(
+    tmp_path: Path, holder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert jit_ops.IDLE_SECONDS == 120.0
+    monkeypatch.setattr(jit_ops, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(jit_ops, "_SHOWN_SECONDS", 0.1)
+    lock = make_lock(tmp_path, age_seconds=3600)
+    if holder == "lock of autotune":
+        lock.unlink()
+        os.utime(tmp_path / "adam", (0, 0))
+        lock = tmp_path / ".lock"
+        lock.touch()
+    with lock.open() as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        with (
+            pytest.raises(UserError, match=f"{lock} is held by a process that has run no compiler for 0 s"),
+            jit_ops.hold_build_lock(tmp_path),
+        ):
+            pass
+
+
+def test_an_op_that_builds_another_one_holds_the_folder_already(tmp_path: Path) -> None:
+    with jit_ops.hold_build_lock(tmp_path), jit_ops.hold_build_lock(tmp_path) as going_on:
+        assert not going_on
+    assert not (tmp_path / ".building").exists()
 
 
 def elf(reaches: int) -> bytes:
@@ -124,9 +128,9 @@ def test_what_a_power_cut_left_of_a_compiled_file_is_compiled_again(
     place.mkdir()
     for name in ("adam.so", "adam.o"):
         (place / name).write_bytes(content)
-    jit_ops.note_built("AdamBuilder", "adam", 1.0, tmp_path)
+    (tmp_path / "AdamBuilder.op").write_text("adam")
     assert jit_ops.is_built("AdamBuilder", tmp_path) is stays
-    with jit_ops.hold_build_lock(tmp_path, "adam"):
+    with jit_ops.hold_build_lock(tmp_path):
         assert [(place / name).exists() for name in ("adam.so", "adam.o")] == [stays, stays]
 
 
@@ -143,7 +147,7 @@ def test_a_real_library_is_whole(tmp_path: Path) -> None:
     assert not copy.exists()
 
 
-@pytest.mark.parametrize("linked", ["adam", "adam/build.ninja", ".adam.building", ".adam.lock"])
+@pytest.mark.parametrize("linked", ["adam", "adam/build.ninja", ".building", ".lock"])
 def test_no_build_writes_through_a_link_that_a_trial_left(tmp_path: Path, linked: str) -> None:
     """A trial may write to this cache. Its link would lead a later build, which no sandbox confines, to any file."""
     folder, mine = tmp_path / "extensions", tmp_path / "mine"
@@ -153,26 +157,26 @@ def test_no_build_writes_through_a_link_that_a_trial_left(tmp_path: Path, linked
     os.utime(thesis, (0, 0))
     folder.mkdir(exist_ok=True)
     (folder / linked).symlink_to(mine)
-    with pytest.raises(UserError, match="is a link out of"), jit_ops.hold_build_lock(folder, "adam"):
+    with pytest.raises(UserError, match="is a link out of"), jit_ops.hold_build_lock(folder):
         pass
     assert thesis.read_text() == "mine"
     (folder / linked).unlink()
     (folder / "adam").mkdir(exist_ok=True)
     (folder / "adam" / "one").touch()
     (folder / "adam" / "two").symlink_to("one")
-    with jit_ops.hold_build_lock(folder, "adam"):
+    with jit_ops.hold_build_lock(folder):
         assert (folder / "adam" / "two").exists(), "a link within the folder is none of those"
 
 
 def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
-    with jit_ops.hold_build_lock(tmp_path, "adam"):
+    with jit_ops.hold_build_lock(tmp_path):
         forked = os.fork()
         if forked == 0:
             time.sleep(60)
             os._exit(0)
     waited: list[str] = []
     try:
-        with jit_ops.hold_build_lock(tmp_path, "adam", lambda: waited.append("waits")):
+        with jit_ops.hold_build_lock(tmp_path, lambda seconds: waited.append("waits")):
             assert waited == []
     finally:
         os.kill(forked, signal.SIGKILL)
@@ -193,24 +197,47 @@ def test_ops_prebuilt_for_another_accelerator_are_built_under_the_lock(
     states: list[str] = []
     held_while_loading: list[bool] = []
     builder = SimpleNamespace(
-        name="adam", load=lambda verbose: held_while_loading.append((tmp_path / ".adam.building").exists())
+        name="adam", load=lambda verbose: held_while_loading.append((tmp_path / ".building").exists())
     )
     jit_ops._load("AdamBuilder", builder, tmp_path, lambda **said: states.append(said["state"]))
     assert held_while_loading == [not prebuilt]
     assert states == ([] if prebuilt else ["building"])
 
 
-def test_reason_of_a_failed_op_does_not_end_with_deepspeeds_empty_error_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object) -> bool:
-        raise RuntimeError("Unable to JIT load the async_io op due to hardware/software issue. None")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "Unable to JIT load the async_io op due to hardware/software issue. None",
+            "Unable to JIT load the async_io op due to hardware/software issue.",
+        ),
+        (
+            "Error building extension 'adam': [1/2] c++ -c adam.cpp -o adam.o\n[2/2] c++ adam.o -L/a b/lib -ltorch -o adam.so\n"
+            "FAILED: [code=1] adam.so \nc++ adam.o -o adam.so\n/usr/bin/ld: cannot find -ltorch: No such file or directory\n",
+            "Error building extension 'adam': /usr/bin/ld: cannot find -ltorch: No such file or directory",
+        ),
+        (
+            "Error building extension 'adam': [1/2] c++\nadam.cpp:3:1: error: expected ';'\nadam.cpp:9:1: error: more",
+            "Error building extension 'adam': adam.cpp:3:1: error: expected ';'",
+        ),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_failed_build_is_explained_by_its_first_error(text: str, reason: str) -> None:
+    assert jit_ops.failure_reason(RuntimeError(text)) == reason
 
-    accelerator = SimpleNamespace(create_op_builder=lambda name: object())
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())  # type: ignore[arg-type]
-    deepspeed = SimpleNamespace(get_accelerator=lambda: accelerator)
-    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", deepspeed)  # type: ignore[arg-type]
-    monkeypatch.setattr(jit_ops, "use_own_folder", lambda: tmp_path)
-    monkeypatch.setattr(jit_ops, "_load", load)
-    failed = jit_ops.load_ops(["AsyncIOBuilder"])
-    assert failed == {"AsyncIOBuilder": "Unable to JIT load the async_io op due to hardware/software issue."}
+
+def test_torch_is_linked_by_a_path_without_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    torch, before = tmp_path / "a b" / "torch", cpp_extension.TORCH_LIB_PATH
+    torch.mkdir(parents=True)
+    monkeypatch.setattr(jit_ops, "_package_folder", lambda name: torch)
+    folder = tmp_path / "ops"
+    for _ in range(2):  # the link of an earlier build stays, and is no link of a trial
+        with jit_ops.hold_build_lock(folder):
+            assert str(folder / "torch" / "lib") == cpp_extension.TORCH_LIB_PATH
+            assert (folder / "torch").resolve() == torch
+        assert before == cpp_extension.TORCH_LIB_PATH
+    with pytest.raises(UserError, match="its path has a space, and so has"), jit_ops.hold_build_lock(tmp_path / "c d"):
+        pass

@@ -26,7 +26,7 @@ from autotune.rank.versions import backward_prologue
 from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS, UNREAD
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
-from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
+from autotune.workers.jit_ops import IDLE_SECONDS, hold_build_lock
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
 
@@ -674,10 +674,10 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
         context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several:
-        jit_ops.remove_incomplete(place, LIVELY_SECONDS)
-    if several or (is_built and not (place / "lock").exists()):  # ranks load a built op in parallel
+        jit_ops.remove_incomplete(place, IDLE_SECONDS)
+    if several or (is_built and not [*folder.glob("*/lock")]):  # ranks load a built op in parallel
         return original(builder, *args, **kwargs)
-    with hold_build_lock(folder, builder.name):
+    with hold_build_lock(folder):
         return original(builder, *args, **kwargs)
 
 
