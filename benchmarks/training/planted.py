@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.training_trace import MOST_STEPS, TrainingTrace
-from autotune.search.certificate import Verdict, compare, floor_of
+from autotune.search.certificate import Verdict, compare, with_noise
 from benchmarks.common import command_line, parse, print_table, write_json
 
 RANKS = 2
@@ -311,7 +311,7 @@ def main() -> None:
             continue
         second = found.get(dataclasses.replace(run.reference, reseed=True))
         if isinstance(second, TrainingTrace):
-            reference = dataclasses.replace(reference, floor=floor_of(reference, second))
+            reference = with_noise(reference, second)
         verdict = compare(reference, OWN, trace, run.candidate)
         wanted = Verdict.DIFFERS if run.fault else Verdict.SAME
         counts[f"{run.fault or 'clean'}: {verdict.verdict}"] += 1
