@@ -41,7 +41,7 @@ from autotune.results.output_files import secrets_note
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
-from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
+from autotune.search.concurrency import SearchWorkers, agree_on_memory
 from autotune.search.heartbeat import host_of
 from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import Proposer
@@ -175,7 +175,7 @@ def _run(
             setup = dataclasses.replace(setup, nodes=nodes)
         kept.enter_context(observer)
         observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
-        workers = SearchWorkers(host_bound)
+        workers = SearchWorkers()
         deadline = StartupDeadline(setup.budget_seconds)
         # a failed worker ends all trials
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
