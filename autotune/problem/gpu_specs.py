@@ -153,8 +153,7 @@ class Price:
     source: str
 
     def __str__(self) -> str:
-        when = f", {self.date}" if self.date else ""
-        return f"${self.usd_per_hour:.2f} a GPU and hour ({self.provider}{when})"
+        return f"${self.usd_per_hour:.2f} a GPU and hour ({self.provider}, {self.date})"
 
 
 @cache

@@ -512,7 +512,7 @@ def _show_nothing_fits(plan: Plan, out: Console) -> None:
 def _cost(outlook: Outlook) -> str:
     text = f"{format_hours(outlook.hours)}{_between(outlook.hours_interval, format_hours)}"
     if outlook.usd is None or outlook.price is None:
-        return f"{text}; no price known (--price)"
+        return f"{text}; no price known"
     return f"{text}, {format_usd(outlook.usd)}{_between(outlook.usd_interval, format_usd)} at {outlook.price}"
 
 

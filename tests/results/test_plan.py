@@ -142,7 +142,7 @@ def test_an_outlook_without_a_price_or_a_known_card(whole: Plan) -> None:
     assert (unknown.usd, unknown.usd_interval, unknown.usd_per_hour) == (None, None, None)
     assert (unknown.mfu, unknown.mfu_interval) == (None, None)
     assert json.dumps(unknown.to_json())
-    assert "no price known (--price)" in shown(dataclasses.replace(whole, price=None))
+    assert "no price known" in shown(dataclasses.replace(whole, price=None))
 
 
 def test_mfu_counts_what_the_model_computes(whole: Plan) -> None:
@@ -248,4 +248,4 @@ def test_a_short_name_has_the_knobs_that_decide(whole: Plan) -> None:
 
 
 def test_a_price_in_words() -> None:
-    assert str(Price(2.5, "yours", "", "--price")) == "$2.50 a GPU and hour (yours)"
+    assert str(Price(2.5, "cloud", "2026-11", "its list")) == "$2.50 a GPU and hour (cloud, 2026-11)"
