@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,9 @@ def test_a_nightly_run_reports_new_failures_and_tests_twice_as_slow() -> None:
         "d takes 21.0 s, and took 10.0 s before",
         "flakes fails, and did not before",
     ]
+
+
+def test_the_modules_and_tests_of_the_mutants_exist() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    for name in (*options["only_mutate"], *options["pytest_add_cli_args_test_selection"]):
+        assert list(ROOT.glob(name)), name

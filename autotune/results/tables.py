@@ -91,7 +91,7 @@ class _Column:
             no_wrap=column.no_wrap,
             overflow=column.overflow,
             height=None,
-            highlight=column.highlight,
+            highlight=False,
         )
         self._styled: dict[tuple[str, str], _Lines] = {}  # by text and style, as outcomes are few
         self.blank = [Segment(" " * width)]
