@@ -165,7 +165,7 @@ class RandomState:
 
     def _repeated(self, seed: Any) -> Any:
         """Return the seed that the script named at this place in its first run; without one, this seed."""
-        theirs = self._is_scripts and os.getpid() == self._first_pid  # workers of a data loader have seeds of their own
+        theirs = self._is_scripts and os.getpid() == self._first_pid  # workers of a data loader have their own seeds
         if not theirs or not isinstance(seed, int | float | str):
             return seed
         place = _place(self._seeding)

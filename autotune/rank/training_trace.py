@@ -383,7 +383,7 @@ def _schedule_of(engine: Any) -> Any:
     marked = [one for one in optimizers if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched")]
     if not marked:
         return None
-    # An object's attributes may lie in a dict of their own. Python code would take a second for millions of objects.
+    # An object's attributes may lie in a separate dict. Python code would take a second for millions of objects.
     holders = gc.get_referrers(*marked)
     owners = gc.get_referrers(*(one for one in holders if type(one) is dict))
     kind, each = torch.optim.lr_scheduler.LRScheduler, {id(one): one for one in (*holders, *owners)}
