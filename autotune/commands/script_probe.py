@@ -33,6 +33,7 @@ from autotune.script.profile import (
     CALL,
     EARLIER,
     EXPERTS_ELSEWHERE,
+    GROWS,
     KEPT,
     LARGEST,
     LOOPED,
@@ -50,8 +51,10 @@ from autotune.script.profile import (
     Counted,
     batch_held,
     batch_seen,
+    growth_line,
     job_of,
     own_candidate,
+    unheeded_accumulation,
 )
 from autotune.script.recorded import is_data
 from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
@@ -242,6 +245,8 @@ def _checked(
         print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
     if facts.get(LARGEST) == {}:
         print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
+    if grows := facts.get(GROWS):
+        print_line(growth_line(grows))
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -266,7 +271,8 @@ def _checked(
     largest = {LARGEST: facts[LARGEST]} if LARGEST in facts else {}
     repeated = seeds | largest  # what every later run of the script has in common with the first
     profile |= repeated
-    if measured is not None:
+    unheeded = unheeded_accumulation(facts, profile, executor.hardware.count) if own else ""
+    if measured is not None and not unheeded:
         found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
         cut = _cut_by_loop(profile, facts)
         if cut and found.get(FOUND):
@@ -283,8 +289,7 @@ def _checked(
         trace = _with_noise(runs, dataclasses.replace(script, profile=repeated), measured.trace)
     reference = None if varies else trace
     least = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
-    check = check_batch(runs, _mapped(script, profile), reference, least)
-    note = check.note
+    note = unheeded or check_batch(runs, _mapped(script, profile), reference, least).note
     if note:
         print_line(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
@@ -562,7 +567,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     kept = {key: facts[key] for key in always.split()}
     # These are stored only if present, so that studies of earlier versions keep the same job.
     by_hand = ("boundary_by_hand", "unsynced", "grad_changed_by_hand")
-    own_names = (*by_hand, SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
+    own_names = (*by_hand, SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE, GROWS)
     named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
@@ -579,7 +584,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     return {
         **kept,
         "seq_len": max(1, int(facts.get("widest", 1)) // (batch["micro_batch"] if batch["counted"] == TOKENS else 1)),
-        "tokens_per_sample": facts.get("tokens", 1.0) / samples,
+        "tokens_per_sample": facts.get("tokens", samples) / samples,
         "saved_bytes_per_sample": saved and saved / batch["micro_batch"],
     }
 

@@ -496,7 +496,7 @@ def measurement_of(
         trained = facts["micro_batch"] * facts["accumulation"] * (job.ranks // facts.get(SHARED_SEQUENCES, 1))
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
-        tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
+        tokens = sum(result.get("tokens", 0.0) for result in results) * job.ranks / len(results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / pace.seconds)
     inside = [counted_peak_bytes(result) for result in results]
     # The growth of a GPU's used memory includes other processes. If NVML does not list the ranks, their own counts are

@@ -98,8 +98,12 @@ class BaseRank(ABC):
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Set up the job, the environment, the device with its cap, and the process group."""
+    def begin(self, *, joins: bool = True) -> None:
+        """Set up the job, the environment, and the device with its cap.
+
+        Args:
+            joins: join the process group at once. A script's rank joins when the script creates its group.
+        """
         if cpus := os.environ.get("AUTOTUNE_CPUS"):  # before any thread starts; the remaining CPUs belong to other jobs
             os.sched_setaffinity(0, map(int, cpus.split(",")))
         own_memory()  # after the affinity is set, so that pages are copied close to these CPUs
@@ -118,9 +122,20 @@ class BaseRank(ABC):
         self.device = make_device(self.spec["device"])
         self.fault(Phase.START)
         self.device.setup(self.local, self.spec["cap_bytes"], self.spec["threads"])
-        self._join_group(self.device)
+        if joins:
+            self.join()
+        else:
+            self._report_device(self.device)
+
+    def join(self) -> None:
+        """Join the process group. Every rank must call this."""
+        self._join_group(self.own_device)
         self.agree(0.0)  # NCCL allocates its buffers at the first collective
-        if told := self.device.joined():
+        self._report_device(self.own_device)
+
+    def _report_device(self, device: Device) -> None:
+        """Apply the device's cap, and report its memory outside the allocator."""
+        if told := device.joined():
             self.channel.send("device", **told)
 
     def _set_environment(self) -> None:

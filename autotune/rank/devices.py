@@ -38,7 +38,7 @@ class Device:
         raise NotImplementedError
 
     def joined(self) -> dict[str, Any]:
-        """Apply the cap, once the process group is up and its first collective is done.
+        """Apply the cap. This is repeated once the process group is up and its first collective is done.
 
         Returns:
             The device's `uuid`, and in bytes this process's `overhead_bytes` and all `outside_bytes`, which any process

@@ -39,7 +39,7 @@ from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
 from autotune.script.environment import READ, READ_INTEGERS
-from autotune.script.profile import SEEDS, TOKENS, UNCOUNTED, Counted
+from autotune.script.profile import GROWS, SEEDS, TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
 
@@ -108,6 +108,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
         self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
+        self.lengths: list[set[int]] = []  # tokens of a row, in the forwards of every step of a probe run
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
         self.random_state = RandomState(self.number)
@@ -123,7 +124,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         """Run the script under hooks and measure its steps on request of the tuner."""
         sandbox = Sandbox.from_json(self.spec["sandbox"])
         quiet_trackers(f"{sandbox.files}/rank{self.number}")  # ranks that create one experiment refuse each other's
-        self.begin()
+        self.begin(joins=False)
         assert self.job.script is not None
         self.script = self.job.script
         if seeds := self.script.profile.get(SEEDS, [])[self.number : self.number + 1]:
@@ -132,6 +133,7 @@ class ScriptRank(BaseRank, TrainingObserver):
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
         context.trace = TraceRecorder(self.random_state)
+        context.join = self.join
         hooks.install(context)
         self._variables = dict(os.environ)
         self.random_state.install(context.patches)
@@ -175,7 +177,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         if self.engine is None:
             return Unusable(f"{self.script.target} ended without {_MISSING_DEEPSPEED}")
         counted = len(self.warmup) + len(self.timed)
-        skipped = f", of which DeepSpeed skipped {self.steps - counted} (fp16 overflow)" if self.steps > counted else ""
+        skipped = f", of which DeepSpeed skipped {self.steps - counted} (overflow)" if self.steps > counted else ""
         others = max(map(len, self.rows_beside.values()), default=0)
         of = f" of the engine that is tuned ({others} of another, which it trains beside)" if others else ""
         return Unusable(
@@ -211,6 +213,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         """Restart counting, because the watched engine was not the one that trains."""
         self.steps = self.short_steps = self.widest_tokens = 0
         self.batch, self.warmup, self.timed, self.rows_beside = Batch(), [], [], {}
+        self.lengths = []
         self._evaluating = False
         if self.saved_tensors is not None:
             self.saved_tensors.close()
@@ -224,7 +227,9 @@ class ScriptRank(BaseRank, TrainingObserver):
         self._await_request()
         self.batch.add(sizes)
         if sizes.rows:
-            self.widest_tokens = max(self.widest_tokens, sizes.tokens // sizes.rows)
+            tokens = sizes.tokens // sizes.rows
+            self.widest_tokens = max(self.widest_tokens, tokens)
+            self.batch.lengths.add(tokens)
 
     def entered(self, phase: Phase) -> None:
         """Process the start of a phase; count micro-batches at their first backward."""
@@ -256,6 +261,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
+        self.lengths.append(self.batch.lengths)
         if self.candidate is not None:
             self._check(self.candidate)
         if not self.overflows.skipped():
@@ -370,10 +376,14 @@ class ScriptRank(BaseRank, TrainingObserver):
         device = self.own_device
         device.synchronize()
         batches = [batch for _, batch in self.timed]
-        tokens = statistics.fmean(batch.tokens for batch in batches)
-        facts = {**self._trained(batches), "tokens": tokens, "widest": self.widest_tokens}
+        tokens = {}
+        if any(batch.tokens > batch.rows for batch in batches):  # otherwise they have no tokens: images, audio frames
+            tokens = {"tokens": statistics.fmean(batch.tokens for batch in batches)}
+        facts = {**self._trained(batches), **tokens, "widest": self.widest_tokens}
         if self._evaluating:
             facts["evaluating"] = True
+        if grows := growth(self.lengths):
+            facts[GROWS] = grows
         if not self.script.profile:
             facts[SOURCES] = source_files.found(self.context)
             facts[READ], facts[READ_INTEGERS] = environment.found(self.context, facts[SOURCES])
@@ -391,11 +401,11 @@ class ScriptRank(BaseRank, TrainingObserver):
             step_seconds=self.average([seconds for seconds, _ in self.timed]),
             warmup_steps=WARMUP_STEPS,
             measured_seconds=time.perf_counter() - self._measuring_began,
-            tokens=tokens,
             extrapolated=False,
             facts=facts,
             live_bytes={},
             trace=self.context.trace.report(),
+            **tokens,
             **device.peaks(),
         )
         self._serve_certificates()
@@ -456,6 +466,7 @@ class Batch:
     tokens: int = 0
     packed: int = 0  # rows that fill a forward alone with concatenated, separable sequences
     rows_by_name: Counter[str] = field(default_factory=Counter)  # rows of each tensor
+    lengths: set[int] = field(default_factory=set)  # tokens of a row, in each forward
 
     def add(self, sizes: Sizes) -> None:
         """Add the counts of a forward."""
@@ -508,6 +519,20 @@ def _steady_tokens(batches: Sequence[Batch], accumulation: int) -> float:
     mean = statistics.fmean(each)
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else mean
     return mean if error <= _SURE * mean else 0.0
+
+
+def growth(lengths: Sequence[set[int]]) -> list[int]:
+    """Return the tokens of a row in the first and in the last step if rows grow step by step; empty otherwise.
+
+    All rows of a step then have one length, unlike rows of random lengths.
+
+    Args:
+        lengths: of each step, in its forwards.
+    """
+    each = [max(one) for one in lengths if len(one) == 1]
+    if len(each) < len(lengths) or each != sorted(each):
+        return []
+    return [each[0], each[-1]] if len(set(each)) > 1 else []
 
 
 def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
@@ -689,7 +714,7 @@ class SavedTensors:
 
 # -- overflow ----------------------------------------------------------------------------------------------------------
 #
-# Detect steps that DeepSpeed skips because fp16 gradients overflow. They run no optimizer and do not count.
+# Detect steps that DeepSpeed skips because gradients overflow, in any precision. They run no optimizer and do not count.
 
 # Limit of skipped steps in a row. DeepSpeed starts at a loss scale of 2^16 (2^32 in old configs), and halves it at
 # every overflow except the first.
@@ -715,10 +740,16 @@ class Overflows:
         """Reason why no step will ever count; empty while one still may."""
         if self.in_a_row < MOST_SKIPPED:
             return ""
+        why, remedy = "since gradients are infinite or NaN", "Look at the loss and at the data"
+        if self._engine.fp16_enabled():
+            why = "since gradients overflow in fp16"
+            remedy = (
+                "Train in bf16, or look at the loss and at the config's fp16 section (a static loss_scale stays as it is; "
+                "initial_scale_power may be too high)"
+            )
         return (
-            f"DeepSpeed skipped {self.in_a_row} steps in a row, since gradients overflow in fp16, and the optimizer has not run: "
-            "the time of such steps says nothing of a training. Train in bf16, or look at the loss and at the config's "
-            "fp16 section (a static loss_scale stays as it is; initial_scale_power may be too high)"
+            f"DeepSpeed skipped {self.in_a_row} steps in a row, {why}, and the optimizer has not run: "
+            f"the time of such steps says nothing of a training. {remedy}"
         )
 
 

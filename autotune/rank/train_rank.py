@@ -60,13 +60,14 @@ class TrainRank(BaseRank, TrainingObserver):
         """Run the user's script to its end under the candidate."""
         # The first function registered runs last: functions that the script registers may still need the group.
         atexit.register(self._leave_group)
-        self.begin()
+        self.begin(joins=False)
         assert self.job.script is not None
         os.chdir(self.job.script.cwd)
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         self.context = context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
         context.collective_timeout = self.collective_timeout
         context.trace = TraceRecorder(looks_ahead=False)
+        context.join = self.join
         hooks.install(context)
         self._ledgers: dict[str, CheckpointLedger] = {}  # by output folder
         self._begin_again()

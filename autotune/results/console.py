@@ -48,7 +48,7 @@ from autotune.results.export import (
 from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.environment import READ, secrets_of
-from autotune.script.profile import SPLIT, other_batch
+from autotune.script.profile import GROWS, SPLIT, growth_line, other_batch
 from autotune.script.script import (
     KNOWN_FLAGS,
     RELAUNCHED,
@@ -536,6 +536,8 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     lines += [f"  {line}" for line in facts.comparison()]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
+    if grows := job.script.profile.get(GROWS) if job.script is not None else None:
+        lines.append(f"  {growth_line(grows)}")
     lines += [f"  your training must {line}" for line in needs_of_loss(job_with_candidate(job, record.candidate))]
     lines += [f"  it {line}" for line in lossy_settings(record.candidate, job)]
     return [*lines, *([] if record.role == VERIFY else [_UNVERIFIED])]

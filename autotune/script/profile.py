@@ -30,6 +30,7 @@ LOOPED = "loop_accumulates"
 BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
+GROWS = "grows"  # key of a profile: tokens of a row in the first and in the last step of a probe run whose rows grow step by step
 SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
 # key of a profile: by key of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`; empty if the
 # samples cannot be read, for the reason that the facts name as UNREAD
@@ -115,6 +116,40 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
     # A loop that steps at every backward ignores the config's accumulation.
     unheeded = next((size for size in sizes if seen["rows"] == size * micros), None)
     return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
+
+
+def growth_line(grows: list[int]) -> str:
+    """Return a line about sequences that grow from step to step (a length warm-up, a curriculum).
+
+    Args:
+        grows: tokens of a row in the first and in the last step.
+    """
+    first, last = grows
+    return (
+        f"its sequences grow, from {first} to {last} tokens in the first steps: later steps are slower and need more memory "
+        "than measured. Tune with the script's last length"
+    )
+
+
+def unheeded_accumulation(facts: dict[str, Any], profile: dict[str, Any], ranks: int) -> str:
+    """Return a text if the engine steps after every micro-batch although its config accumulates; empty otherwise.
+
+    accelerate's engine does so in a loop without `accumulate()`.
+
+    Args:
+        facts: report of the probe run.
+        profile: batch of its steps.
+        ranks: ranks with their own rows.
+    """
+    told = facts["accumulation"]
+    if facts.get("micros") != 1 or told == 1 or profile["accumulation"] != 1 or not profile["counted"]:
+        return ""
+    whose = "plugin" if facts.get("loader_prepared") else "config"
+    rows = profile["micro_batch"] * ranks
+    return (
+        f"your {whose} accumulates {told}, but the engine steps after every micro-batch: you train {rows} rows a step, not "
+        f"{rows * told}"
+    )
 
 
 def _packed(facts: dict[str, Any], sizes: list[int]) -> dict[str, Any] | None:

@@ -135,7 +135,7 @@ def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pyte
     monkeypatch.setattr(script_probe, "_with_noise", lambda *_: None)
     monkeypatch.setattr(ShortRuns, "names_same_seeds", True)
     said: list[str] = []
-    executor: Any = SimpleNamespace()
+    executor: Any = SimpleNamespace(hardware=SimpleNamespace(count=2))
     budget: Any = SimpleNamespace(left_seconds=600.0)
     script = Script(("train.py",), ".")
     found = script_probe._checked(executor, script, measured(40, 3), facts, "key", budget, said.append)

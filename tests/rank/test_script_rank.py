@@ -27,6 +27,7 @@ from autotune.rank.script_rank import (
     check_auxiliary_engine,
     check_batch,
     check_tokens,
+    growth,
     own_steps,
     typical_counts,
     typical_rows,
@@ -752,3 +753,19 @@ def test_a_script_all_of_whose_steps_are_skipped_says_nothing(
     rank = fp16(parent, tmp_path, monkeypatch, "1e9")
     assert rank.exit_status() == 13
     assert "DeepSpeed skipped 40 steps in a row, since gradients overflow in fp16" in rank.heard[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "grows"),
+    [
+        ([{16}, {16}, {24}, {24}, {32}], [16, 32]),
+        ([{16}, {16}, {16}], []),
+        ([{16}, {24}, {16}], []),
+        ([{16, 20}, {24}, {32}], []),
+        ([], []),
+    ],
+)
+def test_rows_that_grow_from_step_to_step_are_told_from_random_lengths(
+    lengths: list[set[int]], grows: list[int]
+) -> None:
+    assert growth(lengths) == grows

@@ -16,7 +16,7 @@ def test_a_step_in_which_the_count_rose_was_skipped() -> None:
 
 
 def test_a_scale_may_be_looked_for_but_not_for_ever() -> None:
-    engine = SimpleNamespace(skipped_steps=0)
+    engine = SimpleNamespace(skipped_steps=0, fp16_enabled=lambda: True)
     overflows = Overflows(engine)
     for count in range(1, 34):  # from 2^32, the first of them twice
         engine.skipped_steps = count
@@ -25,7 +25,12 @@ def test_a_scale_may_be_looked_for_but_not_for_ever() -> None:
     for count in range(34, MOST_SKIPPED + 1):
         engine.skipped_steps = count
         overflows.skipped()
-    assert "skipped 40 steps in a row" in overflows.endless
+    assert "skipped 40 steps in a row, since gradients overflow in fp16" in overflows.endless
+    assert "Train in bf16" in overflows.endless
+    engine.fp16_enabled = lambda: False
+    assert "fp16" not in overflows.endless
+    assert "Train in bf16" not in overflows.endless
+    assert "since gradients are infinite or NaN" in overflows.endless
 
 
 def test_an_engine_that_counts_none_skips_none() -> None:

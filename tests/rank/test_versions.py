@@ -39,5 +39,5 @@ def test_hooks_of_libraries_that_do_not_import_are_left_out(monkeypatch: pytest.
     for hook in (accelerate, transformers, transformers):
         hook.install(context)
         assert wrapped == [], f"nothing of {hook.__name__} is there to be replaced"
-    accelerate.begin_anew(context)
+    accelerate.begin_anew()
     assert all(sys.modules[name] is None for name in gone), "nor was any imported for it"

@@ -21,6 +21,7 @@ from autotune.script.profile import (
     other_batch,
     over_present,
     own_candidate,
+    unheeded_accumulation,
     unknown_job,
 )
 from autotune.script.script import command, settings
@@ -377,3 +378,16 @@ def test_a_key_that_was_taken_out_of_a_config_stays_out() -> None:
     ours = dataclasses.replace(job, base_config={**job.base_config, "zero_allow_untested_optimizer": True})
     found = over_present(ours, {"steps_per_print": 7, "wall_clock_breakdown": True}).base_config
     assert found == {"steps_per_print": 7, "wall_clock_breakdown": True, "zero_allow_untested_optimizer": True}
+
+
+def test_accumulation_that_the_engine_does_not_heed_is_said_in_rows() -> None:
+    facts = {"micro_batch": 2, "accumulation": 8, "micros": 1, "rows": 2, "sequences": 2, "loader_prepared": True}
+    profile = batch_seen(facts)
+    assert (profile["micro_batch"], profile["accumulation"]) == (2, 1)
+    said = "your plugin accumulates 8, but the engine steps after every micro-batch: you train 4 rows a step, not 32"
+    assert unheeded_accumulation(facts, profile, 2) == said
+    assert unheeded_accumulation({**facts, "loader_prepared": False}, profile, 2).startswith(
+        "your config accumulates 8"
+    )
+    for other in ({"micros": 8, "rows": 16, "sequences": 16}, {"accumulation": 1}):
+        assert not unheeded_accumulation({**facts, **other}, batch_seen({**facts, **other}), 2)

@@ -30,18 +30,20 @@ _KEPT = (
 
 
 def install(context: Context) -> None:
-    """Install the hooks, or do nothing if accelerate cannot be imported. The process group must exist."""
+    """Install the hooks, or do nothing if accelerate cannot be imported."""
     config_class = import_or_none("accelerate.utils.deepspeed", "HfDeepSpeedConfig")
     if config_class is None:
         return
     import accelerate
 
     def share_state(original: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> None:
+        if context.device == "cpu":
+            # As Trainer does. Otherwise accelerate 1.15 finds no backend in a custom loop and assumes a single process.
+            args, kwargs = (), {**kwargs, "cpu": True, "backend": None}
         original(state, *args, **kwargs)
         wait_for(context, kwargs.get("timeout"))  # ddp_timeout, or that of InitProcessGroupKwargs
 
     context.patches.wrap(accelerate.PartialState, "__init__", share_state)
-    _state_of_cpu_ranks(context)
 
     def load_config(original: Callable[..., Any], config: Any, config_file_or_dict: Any) -> None:
         original(config, config_file_or_dict)
@@ -80,24 +82,11 @@ def _accumulating(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def begin_anew(context: Context) -> None:
+def begin_anew() -> None:
     """Reset accelerate's state of this process, because the environment has changed."""
     state = import_or_none("accelerate.state", "AcceleratorState")
-    if state is None:
-        return
-    state._reset_state(reset_partial_state=True)
-    _state_of_cpu_ranks(context)
-
-
-def _state_of_cpu_ranks(context: Context) -> None:
-    """Create accelerate's state on CPU ranks with `cpu=True`, as Trainer does.
-
-    Without it, accelerate 1.15 finds no backend in a custom loop and assumes a single process.
-    """
-    import accelerate
-
-    if context.device == "cpu":
-        accelerate.PartialState(cpu=True)
+    if state is not None:
+        state._reset_state(reset_partial_state=True)
 
 
 class Loaders:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Context:
     sandbox: Sandbox | None = None  # sandbox of a trial; None in a training
     trace: TraceRecorder = field(default_factory=lambda: TraceRecorder(most_steps=0))  # of the first optimizer steps
 
+    join: Callable[[], None] | None = None  # joins the rank's process group; None: it has joined
     collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
     inside: Phase | None = None  # method of that engine that is running

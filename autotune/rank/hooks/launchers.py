@@ -124,7 +124,7 @@ class _Takeover:
         self._context.flags.clear()  # flags of the starter's own parser
         self._context.spellings.clear()
         self._take(env if env is not None else os.environ)
-        accelerate.begin_anew(self._context)
+        accelerate.begin_anew()
         sys.path[:] = self._home
         run_target(target)  # its exception propagates with its context
         raise SystemExit(0)

@@ -1,4 +1,6 @@
-"""Hook torch.distributed and sockets: the script uses the process group that its rank has joined and will leave.
+"""Hook torch.distributed and sockets: the process group that the script creates is the rank's own.
+
+The group does not exist before, because libraries behave otherwise in it: `save_pretrained` writes on the first rank only.
 
 Two trials on one machine could meet at a port that a script chooses. The ranks of a trial use a file instead.
 """
@@ -14,7 +16,7 @@ from autotune.rank.hooks.base import Context
 
 
 def install(context: Context) -> None:
-    """Make a second `init_process_group`, an error in torch, raise the timeout and do nothing else.
+    """Make the script's `init_process_group` join the rank's group. A second one, an error in torch, only raises the timeout.
 
     In a measurement `destroy_process_group` has no effect, because ranks compare their clocks after a script's last
     line.
@@ -22,18 +24,25 @@ def install(context: Context) -> None:
     import deepspeed
     import torch
 
+    def join() -> None:
+        if context.join is not None:
+            joins, context.join = context.join, None  # it creates the group by the same functions
+            joins()
+
     def init_process_group(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        join()
         if not torch.distributed.is_initialized():
             original(*args, **kwargs)
             return
         wait_for(context, args[2] if len(args) > 2 else kwargs.get("timeout"))  # (backend, init_method, timeout, …)
 
     def init_distributed(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        join()
         original(*args, **kwargs)
         # (backend, mpi, port, verbose, timeout, …)
         wait_for(context, args[4] if len(args) > 4 else kwargs.get("timeout"))
 
-    for owner in (torch.distributed.distributed_c10d, torch.distributed):
+    for owner in (torch.distributed.distributed_c10d, torch.distributed, torch.distributed.device_mesh):
         context.patches.wrap(owner, "init_process_group", init_process_group)
     for owner in (deepspeed.comm, deepspeed):
         context.patches.wrap(owner, "init_distributed", init_distributed)

@@ -47,9 +47,7 @@ def _fill(context: Context, arguments: Any) -> None:
     if context.device == "cpu":
         arguments.use_cpu = True
     arguments.auto_find_batch_size = False  # it would catch an OOM and halve the batch
-    context.note_said(MICRO_BATCH, arguments.per_device_train_batch_size)
-    context.note_said(ACCUMULATION, arguments.gradient_accumulation_steps)
-    context.averages_by_rank = getattr(arguments, "average_tokens_across_devices", None) is False
+    _note(context, arguments)
     if context.batch is not None:
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = context.batch
     candidate = context.candidate
@@ -60,6 +58,14 @@ def _fill(context: Context, arguments: Any) -> None:
     context.watcher.planned(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
     if context.quiet:
         _silence(context, arguments)
+
+
+def _note(context: Context, arguments: Any) -> None:
+    """Record the batch of arguments, in place of that of earlier ones."""
+    context.said.clear()
+    context.note_said(MICRO_BATCH, arguments.per_device_train_batch_size)
+    context.note_said(ACCUMULATION, arguments.gradient_accumulation_steps)
+    context.averages_by_rank = getattr(arguments, "average_tokens_across_devices", None) is False
 
 
 def _silence(context: Context, arguments: Any) -> None:
@@ -154,6 +160,8 @@ def _silence_trainer(context: Context) -> None:
     def train(
         original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
+        _note(context, trainer.args)  # a library may have made others since (sentence-transformers)
+        context.watcher.planned(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
         return original(trainer, None, *args, **kwargs)
 
     def call_event(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

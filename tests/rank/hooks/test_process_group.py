@@ -50,6 +50,34 @@ def leave_a_training() -> list[bool]:
     return leave(quiet=False)
 
 
+def join_late() -> list[Any]:
+    """Return the calls of the rank's `join` around calls of a script that has no group yet."""
+    import deepspeed
+    import torch.distributed
+
+    torch.distributed.destroy_process_group()
+    calls: list[bool] = []
+
+    def join() -> None:
+        calls.append(torch.distributed.is_initialized())
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+    context, _ = make_context(quiet=False)
+    context.join = join
+    process_group.install(context)
+    found: list[Any] = [torch.distributed.is_initialized(), len(calls)]
+    torch.distributed.init_process_group("nccl", init_method="tcp://127.0.0.1:1", rank=0, world_size=2)
+    deepspeed.init_distributed()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    return [*found, calls, torch.distributed.get_world_size(), mesh.size()]
+
+
+def test_the_rank_joins_its_group_when_the_script_creates_one(in_rank: Callable[..., Any]) -> None:
+    assert in_rank(join_late) == [False, 0, [False], 1, 1]
+
+
 @pytest.mark.slow
 def test_a_script_that_ends_the_group_at_its_end_is_still_measured(in_rank: Callable[..., Any]) -> None:
     assert in_rank(leave_a_measurement) == [True, True]

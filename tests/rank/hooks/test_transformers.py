@@ -2,6 +2,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,23 @@ def test_an_output_folder_that_is_not_there_is_not_made(in_rank: Callable[..., A
     """A script may ask whether it is."""
     (tmp_path / "project").mkdir()
     assert in_rank(write_there, str(tmp_path), "out", "") == {"at": "out", "seen": None, "same": True}
+
+
+def train_with_the_first() -> list[Any]:
+    """Return the batch that is known of two arguments, of which a Trainer uses the first."""
+    import transformers as library
+
+    library.Trainer.train = lambda trainer, *args, **kwargs: None
+    context, watcher = make_context(quiet=True)
+    transformers.install(context)
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    mine = library.TrainingArguments(output_dir="mine", use_cpu=True, **sizes)
+    library.TrainingArguments(output_dir="unused", use_cpu=True)
+    library.Trainer.train(SimpleNamespace(args=mine))
+    return [context.said, watcher.of("planned")[-1]]
+
+
+def test_only_the_arguments_that_the_trainer_uses_count(in_rank: Callable[..., Any]) -> None:
+    said, planned = in_rank(train_with_the_first)
+    assert said == {"train_micro_batch_size_per_gpu": [4], "gradient_accumulation_steps": [4]}
+    assert planned == [4, 4]
