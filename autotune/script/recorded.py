@@ -17,7 +17,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.import_time_env import of_the_device
 from autotune.problem.job import Job, Script
 from autotune.script.argument_files import FOUND, PRODUCTS, argument_names, find_key, own_files
-from autotune.script.environment import VARIABLE
+from autotune.script.environment import READ, VARIABLE
 from autotune.script.parse_command import declared, launchers_config
 from autotune.script.script import SPELLINGS, line_of
 
@@ -141,10 +141,13 @@ _VARIABLES = "variables"  # key of a profile: device variables that the script's
 def data_of(profile: Mapping[str, Any], typed: Script) -> dict[str, Any]:
     """Return the findings about a script that are data, whoever recorded them.
 
-    A found flag carries a batch size and is on the typed command, in its files or in its environment. A spelling is the
-    flag itself, switched or negated. A variable belongs to the device and is no path, unless this process has it.
+    A found flag carries a batch size. It is on the typed command, in its files, or a variable that is set or that the script
+    reads. A spelling is the flag itself, switched or negated. A variable belongs to the device and is no path, unless this
+    process has it.
     """
-    variables_here = [f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment)}]
+    variables_here = [
+        f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment), **(profile.get(READ) or {})}
+    ]
     names = {*argument_names(typed.argv), *variables_here}
     files = own_files(typed)
 

@@ -3,7 +3,11 @@
 import pytest
 
 from autotune.masking import MASK
-from autotune.script.environment import changed_variables, own_variables, secrets_of, to_set
+from autotune.problem.candidate import ACCUMULATION
+from autotune.problem.job import Script
+from autotune.script.argument_files import FOUND
+from autotune.script.environment import READ, changed_variables, own_variables, secrets_of, to_set
+from autotune.script.recorded import is_data
 
 
 def test_variables_of_the_rank_and_of_the_session_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +35,11 @@ def test_variables_of_the_rank_and_of_the_session_are_left_out(monkeypatch: pyte
     assert changed_variables(found) == ["BATCH_SIZE is 4 instead of 2", "GRAD_ACC is '' instead of not set"]
     monkeypatch.delenv("HF_TOKEN")
     assert changed_variables({"HF_TOKEN": MASK}) == [f"HF_TOKEN is not set instead of '{MASK}'"]
+
+
+def test_a_carrier_that_is_not_set_but_read_stays_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code has a default for it, and the same findings hold for the next call."""
+    monkeypatch.delenv("GRAD_ACC", raising=False)
+    profile = {FOUND: {ACCUMULATION: "$GRAD_ACC"}, READ: {"GRAD_ACC": None}}
+    assert is_data(profile, Script(("train.py",), "."))
+    assert not is_data({FOUND: {ACCUMULATION: "$GRAD_ACC"}}, Script(("train.py",), "."))
