@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.common import RESULTS, WIDTH, command_line, fitting_widths, kept_rows, parse, print_table, write_json
+from benchmarks.common import RESULTS, WIDTH, command_line, kept_rows, parse, print_table, write_json
 
 BORDERS = re.compile("[─-╿]")
 
@@ -56,36 +54,6 @@ def test_what_is_too_wide_becomes_several_tables_with_the_same_keys() -> None:
     assert len(heads) > 1
     assert all("landscape" in head and "strategy" in head for head in heads)
     assert words_of(" ".join(heads)) >= set(row)
-
-
-def test_a_word_wider_than_the_page_is_printed_in_a_line_of_its_own() -> None:
-    text = printed([{"name": "x", "path": "y" * 95, "n": 3}])
-    assert "path: " + "y" * 94 in text.replace("\n", "") + text
-    assert "┃ name" in text
-    assert "n: 3" in text or "┃ n" in text
-
-
-@given(
-    st.lists(
-        st.dictionaries(st.text("abc ", min_size=1, max_size=30), st.text("xyz ", max_size=60), min_size=1, max_size=9),
-        min_size=1,
-        max_size=4,
-    ),
-    st.integers(20, 120),
-)
-def test_widths_fit_and_break_no_word(rows: list[dict[str, str]], width: int) -> None:
-    cells = {name: [row.get(name, "") for row in rows] for row in rows for name in row}
-    widths = fitting_widths(cells, width)
-    longest = {
-        name: max((len(word) for text in (name, *texts) for word in text.split()), default=0)
-        for name, texts in cells.items()
-    }
-    room = width - 1 - 3 * len(cells)
-    if widths is None:
-        assert sum(longest.values()) > room
-    else:
-        assert sum(widths.values()) <= room
-        assert all(widths[name] >= longest[name] for name in cells)
 
 
 def test_small_sets_defaults_and_what_is_typed_counts(monkeypatch: pytest.MonkeyPatch) -> None:

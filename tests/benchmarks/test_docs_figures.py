@@ -1,15 +1,10 @@
 """Figures in README and docs are what benchmarks/results has; `python benchmarks/docs/figures.py --write` corrects them."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks.common import RESULTS
-from benchmarks.docs import figures as docs_figures
-from benchmarks.docs import writing as docs_writing
 from benchmarks.docs.figures import FIGURES, MARKED, brought_up_to_date, documents
 
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
@@ -48,27 +43,3 @@ def test_a_paragraph_about_a_benchmark_has_no_figure_without_a_marker(path: Path
     for paragraph in re.split(r"\n\s*\n(?!\|)", marked):  # with the table that follows it
         if "benchmarks/" in paragraph:
             assert not set(MEASURED.findall(CODE.sub("", paragraph))) - set(GIVEN), paragraph
-
-
-def test_another_result_makes_a_document_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in RESULTS.glob("*.json"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setattr(docs_writing, "RESULTS", tmp_path)
-    text = (docs_figures.ROOT / "docs" / "predictor-figures.md").read_text()
-    assert brought_up_to_date(text) == text
-    rows = json.loads((tmp_path / "predictor.json").read_text())
-    next(row for row in rows if row["measure"] == "Spearman" and row["part"] == "landscapes")["ours"] = "0.123"
-    (tmp_path / "predictor.json").write_text(json.dumps(rows))
-    assert "0.123" in brought_up_to_date(text)
-
-
-def test_a_marker_of_no_figure_is_refused() -> None:
-    with pytest.raises(KeyError, match="nothing"):
-        brought_up_to_date("<!-- benchmark: nothing -->1<!-- end -->")
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_what_a_figure_gives_ends_no_marker(name: str) -> None:
-    text = FIGURES[name]()
-    assert text
-    assert "<!--" not in text

@@ -2,7 +2,6 @@ import csv
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from autotune.predict.calibration import coverage_factors
@@ -18,26 +17,16 @@ from benchmarks.predict import published
 from benchmarks.predict.published import (
     COVERAGE,
     Case,
-    Scored,
-    calibrated,
     candidate_of,
     coverage,
     job_kind,
-    lines,
     own_trials,
     published_cases,
-    spearman,
     stored_rows,
     stretch,
     widening,
 )
 from tests.conftest import make_candidate, make_job
-
-
-@pytest.fixture
-def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "_TRACES", {})
-    monkeypatch.setattr(published, "trace_job", lambda job, loss: closed_form_trace(job, "no trace"))
 
 
 def case(number: int, quantity: str, value: float, micro_batch: int, source: str = "a") -> Case:
@@ -115,29 +104,6 @@ def test_widened_intervals_end_with_the_first_observation() -> None:
         measured = Measurement(1.0, 0.0, 4, 1.0, 1.0, 10**10)
         predictor.observe(one[0], Outcome(OutcomeKind.OK, measurement=measured))
     assert wide.table(one).peak_sigma == pytest.approx(plain.table(one).peak_sigma)
-
-
-def test_the_first_row_of_a_source_calibrates_and_is_judged_no_more(closed_form: None) -> None:
-    cases = [case(1, "nvml", 3e10, 1), case(2, "step", 2.0, 1), case(3, "step", 4.0, 2), case(4, "step", 4.0, 2, "b")]
-    before = {one.case.id: one.predicted for one in published.uncalibrated(cases)}
-    after = {one.case.id: one.predicted for one in calibrated(cases)}
-    assert set(after) == {"3"}
-    assert np.sign(after["3"] - before["3"]) == np.sign(2.0 - before["2"]), "it moves as the first step did"
-
-
-def test_a_line_for_each_source_and_kind_and_for_all() -> None:
-    scored = [Scored(case(1, "step", 2.0, 1), 2.2, 1.0, 3.0), Scored(case(2, "decision", 1.0, 1, "b"), 0.0, 0.0, 1.0)]
-    found = {(line["source"], line["kind"]): line for line in lines(scored)}
-    assert found["a", "step"]["mid %"] == "10.0"
-    assert found["b", "decision"]["right"] == "0/1"
-    assert found["all", "step"]["in %"] == "100.0"
-
-
-def test_spearman_shares_ranks_and_needs_eight_rows() -> None:
-    scored = [Scored(case(i, "step", float(i // 2), 1), float(i), 0.0, 9.0) for i in range(2, 10)]
-    assert spearman(scored[:7]) is None
-    assert float(spearman(scored) or 0) == pytest.approx(0.976, abs=1e-3)
-    assert spearman([dataclasses.replace(one, predicted=1.0) for one in scored]) == "equal"
 
 
 def test_our_own_trials_are_steps_of_named_candidates() -> None:

@@ -50,15 +50,9 @@ def test_what_ran_out_of_less_memory_is_not_in_the_table(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("lora", "none"),
-        ("lora", "r=16"),
         ("lora", "r=8,targets=q_proj+v_proj,alpha=32,dropout=0.05"),
-        ("attention", "sdpa"),
-        ("packing", True),
         ("compile", False),
         ("zero_optimization.offload_optimizer.ratio", 0.25),
-        ("communication_data_type", "bf16"),
-        ("reduce_bucket_size", 5 * 10**8),
         ("optimizer.type", "Lion"),
     ],
 )

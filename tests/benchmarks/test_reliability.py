@@ -1,32 +1,16 @@
-"""The reliability scripts: slopes, the generated study, and who is killed."""
+"""The reliability scripts: the generated study, and the time of a recovery."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from autotune.search.study import StudyStore
-from benchmarks.reliability.growth import slope
-from benchmarks.reliability.kills import RANK, SERVER, TUNER, VICTIMS
 from benchmarks.reliability.large_study import write_study, write_table
 from benchmarks.reliability.recovery import recoveries
 from tests.cli_call import replay
-
-
-def test_a_slope_lies_in_its_interval_and_no_growth_gives_none() -> None:
-    chosen, x = random.Random(0), [float(at) for at in range(500)]
-    growing, sure = slope(x, [2.0 * at + chosen.gauss(0, 30) for at in x])
-    assert abs(growing - 2.0) < 2 * sure < 0.2
-    flat, sure = slope(x, [7.0 + chosen.gauss(0, 30) for _ in x])
-    assert abs(flat) < 2 * sure
-
-
-def test_every_combination_of_victims_is_killed() -> None:
-    assert len(VICTIMS) == 7
-    assert {frozenset(some) for some in VICTIMS} >= {frozenset({TUNER}), frozenset({SERVER, RANK})}
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from benchmarks.common import HERE
 
 ENGINE = """
@@ -64,9 +62,3 @@ def test_a_line_for_every_optimizer_step_with_what_entered_its_forwards(tmp_path
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(line["samples"], line["tokens"]) for line in lines] == [(6, 31), (6, 43)]  # without evaluation and padding
     assert lines[0]["end"] < lines[1]["end"]
-
-
-@pytest.mark.slow
-def test_a_process_without_a_log_is_left_alone(tmp_path: Path) -> None:
-    text = "import deepspeed.runtime.engine as it; print(it.DeepSpeedEngine.step.__qualname__)"
-    assert run(tmp_path, "", text) == "DeepSpeedEngine.step\n"

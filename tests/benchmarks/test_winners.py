@@ -17,10 +17,8 @@ def run(change: float, *, rows: float = 16.0, start: float = 0.0) -> dict[str, A
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
-        (run(0.1), "trains the same"),
         (run(0.10001), "trains the same"),
         (run(0.15), "DIFFERS: weights and loss"),
-        (run(0.025), "DIFFERS: weights and loss"),
         (run(0.1, rows=4.0), "DIFFERS: rows of a step"),
         (run(0.1, start=0.5), "DIFFERS: initial weights"),
     ],
@@ -35,9 +33,7 @@ def test_a_training_that_differs_from_the_users_own_is_found(theirs: dict[str, A
     ("again", "theirs", "expected"),
     [
         (0.105, 0.11, "the same within its noise"),  # dropout
-        (0.105, 0.15, "DIFFERS: weights and loss"),
         (0.19, 0.15, "not shown: its noise is as large"),
-        (0.19, 0.10001, "trains the same"),
     ],
 )
 def test_noise_is_tolerated_and_named(again: float, theirs: float, expected: str) -> None:

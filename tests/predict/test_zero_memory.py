@@ -110,17 +110,13 @@ def bill_under(config: dict, knobs: dict, device: str = "cpu", **job: object) ->
         ({"zero_stage": 0}, {}, 200, 0, 1200),
         ({"zero_stage": 0}, {"precision": "fp32"}, 400, 0, 800),
         ({"zero_stage": 1}, {}, 200, 0, 600),
-        ({"zero_stage": 2}, {}, 200, 0, 600),
         ({"zero_stage": 2}, {"precision": "fp32"}, 400, 0, 600),
-        ({"zero_stage": 2}, {"ranks": 4}, 200, 0, 300),
         ({"zero_stage": 3}, {}, 100, 100, 600),
-        ({"zero_stage": 3}, {"ranks": 4}, 50, 50, 300),
         # other optimizers' states: one of 4 bytes; one that is not known is taken for Adam
         *(({"zero_stage": 0}, {"optimizer": name}, 200, 0, 800) for name in ("lion", "sgd", "adagrad")),
         ({"zero_stage": 0}, {"base_config": {"optimizer": {"type": "Lamb"}}}, 200, 0, 1200),
         # offloaded: the optimizer is gone; stages 1 and 2 send one parameter's gradient at a time
         ({"zero_stage": 1, **OUT}, {}, 200, 120, 0),
-        ({"zero_stage": 2, **OUT}, {}, 200, 120, 0),
         ({"zero_stage": 3, **OUT}, {}, 100, 0, 0),
         ({"zero_stage": 3, "offload_param": "cpu"}, {}, 0, 100, 600),
     ],
@@ -142,12 +138,7 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "precision", "copied"),
-    [
-        ({}, "fp32", 400),
-        ({"torch_autocast": {"enabled": True}}, "fp32", 400),
-        ({"bf16": {"enabled": False}}, "bf16", 200),
-    ],
+    ("config", "precision", "copied"), [({}, "fp32", 400), ({"bf16": {"enabled": False}}, "bf16", 200)]
 )
 def test_ddp_keeps_gradients_a_second_time_in_every_precision(config: dict, precision: str, copied: int) -> None:
     job = make_job(precision=precision, base_config=config, torch_alone=True)
@@ -228,41 +219,23 @@ RUN = [0, 1, 2, 5, 6, 7]
         ({"zero_stage": 1, "overlap_comm": True}, [0, 0, 160, 160, 0, 0], [0, 0, 220, 100, 500, 0]),
         ({"zero_stage": 1, **ACCUMULATING}, [80, 80, 80, 80, 80, 0], [200, 200, 220, 100, 500, 0]),
         ({"zero_stage": 1, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 120, 200, 500, 0]),
-        (
-            {"zero_stage": 1, "contiguous_gradients": False, **ACCUMULATING},
-            [0, 0, 80, 80, 0, 0],
-            [200, 200, 200, 200, 500, 0],
-        ),
         # a bucket that is not full is not copied before the end
         (
             {"zero_stage": 1, "contiguous_gradients": False, "reduce_bucket_size": 90},
             [0, 0, 0, 180, 0, 0],
             [0, 0, 120, 200, 500, 0],
         ),
-        (
-            {"zero_stage": 1, "contiguous_gradients": False, "reduce_bucket_size": 60},
-            [0, 0, 120, 120, 0, 0],
-            [0, 0, 120, 200, 500, 0],
-        ),
         # stage 2: its own part, and another that accumulates; what waits in a bucket is still whole
         ({"zero_stage": 2}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 100, 500, 0]),
         ({"zero_stage": 2, **ACCUMULATING}, [0, 0, 80, 80, 0, 0], [100, 100, 200, 200, 500, 0]),
         ({"zero_stage": 2, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 140, 500, 0]),
-        (
-            {"zero_stage": 2, "contiguous_gradients": False, **ACCUMULATING},
-            [0, 0, 80, 80, 0, 0],
-            [100, 100, 200, 240, 500, 0],
-        ),
         # offloaded: a gradient's norm is taken in 64 bits, of at most a part (50 elements); the step is the host's
         ({"zero_stage": 1, **OUT}, [0, 0, 80, 80, 0, 0], [0, 0, 620, 500, 0, 0]),
         ({"zero_stage": 1, **OUT, **ACCUMULATING}, [80, 80, 80, 80, 80, 0], [200, 200, 620, 500, 200, 0]),
         ({"zero_stage": 2, **OUT}, [0, 0, 80, 80, 0, 0], [0, 0, 400, 400, 0, 0]),
-        ({"zero_stage": 2, **OUT, **ACCUMULATING}, [0, 0, 80, 80, 0, 0], [0, 0, 400, 400, 0, 0]),
         # stage 3: its bucket stands all the time, beside it the flat copy and a rank's share of that; it steps, and is
         # made, by sub-groups of 35 elements, and takes the norm of the largest parameter's part (30 elements)
         ({"zero_stage": 3, **STAGE_3}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 40]),
-        ({"zero_stage": 3, **STAGE_3, **ACCUMULATING}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 40]),
-        ({"zero_stage": 3, **STAGE_3, "sub_group_size": 9}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 20]),
         ({"zero_stage": 3, **STAGE_3, "sub_group_size": 99}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 300, 100]),
         ({"zero_stage": 3, **STAGE_3, "reduce_bucket_size": 90}, [180, 180, 180, 450, 180, 0], [0, 0, 0, 0, 240, 40]),
         ({"zero_stage": 3, **STAGE_3, "contiguous_gradients": False}, [0, 0, 120, 120, 0, 0], [0, 0, 80, 80, 240, 40]),
@@ -291,7 +264,6 @@ def test_the_norm_of_an_offloaded_gradient_comes_with_it(elements: int, norm: in
     [
         # 32 bits: nothing is copied for the step's arithmetic
         ({"zero_stage": 0}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 800, 400, 0]),
-        ({"zero_stage": 2}, [0, 0, 160, 160, 0, 0], [0, 0, 120, 200, 600, 0]),
         ({"zero_stage": 1, **OUT}, [0, 0, 160, 160, 0, 0], [0, 0, 240, 200, 0, 0]),
         ({"zero_stage": 3, **STAGE_3}, [160, 160, 160, 400, 160, 0], [0, 0, 0, 0, 240, 0]),
     ],
@@ -318,7 +290,6 @@ def test_stage_0_reduces_in_pieces_of_half_a_billion_elements() -> None:
             {},
             [160, 160, 160, 160, 0, 0],
         ),  # 75 elements stay, and 5
-        ({"zero_optimization.stage3_prefetch_bucket_size": 7}, {}, [134, 150, 134, 134, 0, 0]),
         ({}, {"ranks": 1}, [0, 0, 0, 0, 0, 0]),  # a part that is the whole is not copied
     ],
 )
@@ -347,15 +318,12 @@ def test_activations_grow_with_the_micro_batch() -> None:
         ({"zero_stage": 3}, 0),
         # states and master weights (12 bytes an element of the part), and both copies that travel (2 + 4)
         ({"zero_stage": 3, **OUT}, 600 + 300),
-        ({"zero_stage": 3, **OUT, "offload_param": "cpu"}, 600 + 300 + 100),
         ({"zero_stage": 3, "offload_param": "cpu"}, 100),
         ({"zero_stage": 3, "offload_optimizer": "nvme"}, 300),  # states lie on the drive
         # stages 1 and 2 pin one parameter's gradient; stage 2 accumulates there
         ({"zero_stage": 1, **OUT}, 600 + 300 + 120),
-        ({"zero_stage": 1, **OUT, **ACCUMULATING}, 600 + 300 + 120),
         ({"zero_stage": 2, **OUT}, 600 + 300 + 120),
         ({"zero_stage": 2, **OUT, **ACCUMULATING}, 600 + 300 + 120 + 100),
-        ({"zero_stage": 3, **OUT, **ACCUMULATING}, 600 + 300),
     ],
 )
 def test_host_memory(knobs: dict, host: int) -> None:
@@ -398,9 +366,7 @@ SPLIT = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}
         # BF16_Optimizer has the sums of all gradients in 32 bits, from the beginning; other stages those of a part
         (SUM_32, {"zero_stage": 1}, 200, 400, 600),
         (SUM_32, {"zero_stage": 1, **OUT}, 200, 120, 0),
-        (SUM_32, {"zero_stage": 2}, 200, 0, 600),
         (SUM_32, {"zero_stage": 3}, 100, 200, 600),
-        (SUM_32, {"zero_stage": 3, **OUT}, 100, 0, 0),
         (SEND_32, {"zero_stage": 3}, 100, 100, 600),
         # masters of 2 bytes, states of 8 or of 4
         (LOW_MASTERS, {"zero_stage": 2}, 200, 0, 500),
@@ -408,10 +374,6 @@ SPLIT = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}
         (LOW_STATES, {"zero_stage": 3}, 100, 100, 300),
         (LOW_STATES, {"zero_stage": 0}, 200, 0, 1200),  # masters are DeepSpeed's ZeRO's: none at stage 0
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"zero_stage": 3}, 200, 100, 600),
-        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"zero_stage": 2}, 200, 0, 600),
-        # Twin-Flow: of two sub-groups (of 30 elements, for the largest parameter) one stays, with its gradients; of one none
-        (SPLIT, {"zero_stage": 3, **OUT, "sub_group_size": 5}, 100, 100, 300),
-        (SPLIT, {"zero_stage": 3, **OUT, "sub_group_size": 99}, 100, 0, 0),
         # Adagrad leaves a state of the model's own parameters behind
         ({"optimizer": {"type": "Adagrad"}}, {"zero_stage": 2}, 200, 0, 400 + 200),
     ],
@@ -437,13 +399,11 @@ def test_a_part_of_the_sub_groups_may_stay_on_the_device() -> None:
     [
         # DeepSpeed's FusedAdam makes stage 0 FP16_Optimizer: gradients in 32 bits twice, 24 bytes an element in all
         (FUSED, {"zero_stage": 0}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 400, 1000, 0]),
-        (FUSED, {"zero_stage": 1}, [0, 0, 80, 80, 0, 0], [0, 0, 220, 100, 500, 0]),
         # gradients of 2 bytes wait for the end of backward, are sent in 2 bytes, and are kept until the step
         (SUM_32, {"zero_stage": 1}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 200 + 200, 200, 0]),
         (SUM_32, {"zero_stage": 1, **ACCUMULATING}, [0, 0, 0, 0, 0, 0], [200, 200, 200, 400, 200, 0]),
         # stage 2: one flat buffer of 4 bytes, also from the host; a bucket is copied to be sent
         (SUM_32, {"zero_stage": 2}, [0, 0, 160, 160, 0, 0], [0, 0, 200, 200, 600, 0]),
-        (SUM_32, {"zero_stage": 2, **ACCUMULATING}, [0, 0, 160, 160, 0, 0], [200, 200, 200, 200, 600, 0]),
         (SUM_32, {"zero_stage": 2, **OUT}, [0, 0, 160, 160, 0, 0], [0, 0, 600, 600, 0, 0]),
         # stage 3: what is scattered out of a bucket is converted
         (SUM_32, {"zero_stage": 3, **STAGE_3}, [80, 80, 280, 280, 80, 0], [0, 0, 0, 0, 240, 0]),
@@ -452,7 +412,6 @@ def test_a_part_of_the_sub_groups_may_stay_on_the_device() -> None:
         (SEND_32, {"zero_stage": 2}, [0, 0, 240, 240, 0, 0], [0, 0, 100, 100, 500, 0]),
         (SEND_32, {"zero_stage": 3, **STAGE_3}, [160, 160, 600, 600, 160, 0], [0, 0, 0, 0, 240, 40]),
         # masters of 2 bytes: nothing is converted for the step, and stage 3 begins with less
-        (LOW_STATES, {"zero_stage": 2}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 100, 500, 0]),
         (LOW_STATES, {"zero_stage": 3, **STAGE_3}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 0]),
         # round-robin: the largest parameter lies across the border of a part
         (
@@ -476,9 +435,7 @@ def test_what_comes_and_goes_by_own_keys(config: dict, knobs: dict, buckets: lis
         (FOREACH, {"zero_stage": 0}, 600, 1000),
         (FOREACH, {"zero_stage": 2}, 500, 500),
         (FOREACH, {"zero_stage": 3, **STAGE_3}, 240, 280),
-        (FUSED, {"zero_stage": 3, **STAGE_3}, 240, 240),
         ({"optimizer": {"type": "Adagrad"}}, {"zero_stage": 2}, 500, 600),
-        ({"optimizer": {"type": "SGD"}}, {"zero_stage": 0}, 600, 600),
     ],
 )
 def test_what_torchs_optimizers_take_to_step(config: dict, knobs: dict, on_cpu: int, on_gpu: int) -> None:
@@ -489,7 +446,6 @@ def test_what_torchs_optimizers_take_to_step(config: dict, knobs: dict, on_cpu: 
 @pytest.mark.parametrize(
     ("knobs", "host"),
     [
-        ({"zero_stage": 3}, 0),
         # 50 elements: masters and gradients of 200 bytes take blocks of 256, the 16-bit copy of 100 one of 128, and a
         # gradient of 120 one of 128; states of 400 bytes are not pinned
         ({"zero_stage": 2, **OUT}, 256 + 256 + 128 + 128 + 400),
@@ -529,7 +485,6 @@ def test_while_gradients_are_pinned_their_original_is_there_too() -> None:
     [
         (5, 1e9, 200),  # every parameter is larger
         (10, 1e9, 180),  # one as large as the bucket fits
-        (30, 1e9, 120),
         (59, 1e9, 120),
         (60, 1e9, 0),
         (40, 70, 70),  # no more than there is yet
@@ -547,7 +502,6 @@ def test_gradients_that_pass_the_bucket_by(bucket: int, grads: float, expected: 
         (40, 10**9, 5, 65),  # the largest parameter is needed whole, and the next is prefetched
         (160, 10**9, 5, 85),  # half the distance (forward and backward) stays
         (160, 70, 5, 80),  # whatever may live, which bounds what is prefetched
-        (10**9, 10**9, 5, 100),  # no more than there is
         (0, 10**9, 50, 50),  # nothing is kept for a later use
     ],
 )
@@ -569,7 +523,6 @@ def test_the_turn_from_forward_to_backward(reuse: int, live: int, prefetch: int,
     ("config", "gathers"),
     [
         ({}, True),
-        ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}, True),
         ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, False),
         ({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": False}}, False),  # an older name
     ],

@@ -32,8 +32,6 @@ ZERO = "zero_optimization."
             [ZERO + "offload_optimizer.super_offload"],
         ),
         ({"torch_autocast": {"enabled": True}}, ["torch_autocast"]),
-        ({"torch_autocast": {"enabled": False}, "sequence_parallel_size": 4}, []),
-        ({"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
         ({"compile": {"deepcompile": False}, "tensor_parallel": {}}, []),
         ({"zero_optimization": "auto"}, []),
         (
