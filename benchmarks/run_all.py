@@ -103,7 +103,6 @@ SMALL: dict[str, list[str]] = {
 # Of what is not in results/. Older DeepSpeeds' beside them come from environments with these (docs/versions.md):
 # `python benchmarks/predict/live_tensors.py --only tiny-llama,2,bf16 --json FILE`, FILE
 # `benchmarks/data/live_tensors_deepspeed-VERSION_cpu.json`.
-# `benchmarks/data/published/jobs/experts_transformers-4.57.1.json` comes from `published.py --table experts`.
 PLACES = {name: HERE / "data" for name in FULL if name.startswith("live_tensors")}
 # Files that have no result here, and why.
 EXEMPT = {

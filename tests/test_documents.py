@@ -243,17 +243,6 @@ def test_code_that_does_not_exist_is_found() -> None:
     assert misplaced(text) == {("Tuner.run", "search/study.py"), ("Tuner", "search/gone.py")}
 
 
-def test_the_list_of_what_is_mutated_is_that_of_the_settings() -> None:
-    mutated = re.search(r"^only_mutate = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
-    said = re.search(
-        r"^`\[tool.mutmut\]`.*? lists the mutated files:(.*?)\n\n", (ROOT / "docs/mutants.md").read_text(), re.M | re.S
-    )
-    assert mutated is not None
-    assert said is not None
-    named = re.findall(r'"autotune/([^"*]+)\*?"', mutated[1])
-    assert sorted(re.findall(r"`([^`]+)`", said[1])) == sorted(named)
-
-
 # -- the site ------------------------------------------------------------------------------------------------------------
 
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())

@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import yaml
 
-from autotune.util.units import GIB
 from benchmarks.common import HERE, RESULTS
 from benchmarks.docs import search as docs_search
 from benchmarks.docs.stages import own_rows
 from benchmarks.docs.writing import listed, number, percent, result, span, table
-from benchmarks.predict.published import OWN, OWN_FILES, coverage, published_cases
+from benchmarks.predict.published import OWN, OWN_FILES, coverage
 
 ROOT = HERE.parent
 DATA = HERE / "data"
@@ -113,11 +112,6 @@ def published() -> str:
     return _published_rows(lambda source: source in GROUPS)
 
 
-def published_sources() -> str:
-    """Each source."""
-    return _published_rows(lambda source: source not in GROUPS)
-
-
 def published_count() -> str:
     with (DATA / "published" / "gpu_published.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -157,86 +151,6 @@ def published_targets() -> str:
         for row in result("published")["targets"]
     ]
     return table(["measure", "ours", "target"], rows)
-
-
-def _beside(rows: list[dict[str, Any]], of: Callable[[dict[str, Any]], str]) -> str:
-    """Rows one by one beside their predictions before any trial; a decision is `runs` or `OOM`."""
-    found = []
-    for row in rows:
-        figures = [row["measured"], row["predicted"], *row["interval"]]
-        texts = [f"{one:.3g} s" if row["figure"] == "step" else f"{one / GIB:.3g} GiB" for one in figures]
-        texts = ["runs" if one else "OOM" for one in figures[:2]] + ["—"] if row["figure"] == "decision" else texts
-        off = "—" if row["figure"] == "decision" else f"{row['predicted'] / row['measured'] - 1:+.0%}"
-        where = f"{row['gpus']} x {row['gpu']}, {row['seq_len']} tokens"
-        found.append([f"{row['source']}, {row['id']}", of(row), where, texts[0], texts[1], off, " to ".join(texts[2:])])
-    return table(["source, row", "trained", "on", "published", "predicted", "off by", "95 %"], found)
-
-
-def _config(row: dict[str, Any]) -> str:
-    return str(row["candidate"]).split(" contig")[0].split(" overlap")[0]
-
-
-def published_experts() -> str:
-    """Rows of mixtures of experts."""
-    models = [case.job.model for case in published_cases()]
-    mixtures = {model.name for model in models if any("expert" in key for key in model.config)}
-    rows = [row for row in result("published")["rows"] if row["model"] in mixtures]
-    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
-
-
-def published_experts4() -> str:
-    """The same rows with transformers 4 installed."""
-    rows = json.loads((DATA / "published" / "jobs" / "experts_transformers-4.57.1.json").read_text())["rows"]
-    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
-
-
-def published_sequences() -> str:
-    """Rows whose sequences are shared by ranks."""
-    rows = [row for row in result("published")["rows"] if row["sequence_ranks"] > 1]
-    rows += [row for row in result("published-jobs")["rows"] if row["source"] == "huggingface/blog"]
-    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}, {row['sequence_ranks']} ranks a sequence")
-
-
-def published_qlora() -> str:
-    """Rows of adapters on 4-bit weights; `weights` are those of inference."""
-    rows = [row for row in result("published-jobs")["rows"] if "quantize" in row["trains"]]
-    ranks = {row["id"]: re.findall(r"r=\d+", row["trains"])[0] for row in rows}
-    return _beside(rows, lambda row: f"{row['model']}, {ranks[row['id']]}, {row['quantity']}")
-
-
-def published_muon() -> str:
-    """Rows of the post on Muon."""
-    rows = [row for row in result("published-jobs")["rows"] if row["id"] in ("711", "712")]
-    return _beside(rows, lambda row: f"{row['model']}, {row['trains']}, {_config(row)}")
-
-
-def published_references() -> str:
-    """Rows of torch alone on several GPUs, by source and figure: DDP, and FSDP of either version."""
-    ways = {case.id: case.trained_by for case in published_cases() if case.trained_by}
-    rows = [row for row in result("published")["rows"] if row["gpus"] > 1 and row["id"] in ways]
-    return _by_source("trained by", [(ways[row["id"]], row) for row in rows])
-
-
-def published_chunked() -> str:
-    """Rows of a loss that never has all logits, or not in 32 bits, by source and figure."""
-    ways = {case.id: case.loss_is for case in published_cases() if case.loss_is}
-    return _by_source("loss", [(ways[row["id"]], row) for row in result("published")["rows"] if row["id"] in ways])
-
-
-def _by_source(name: str, ways: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Rows with the way in which each was trained, by way, source and figure."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for way, row in ways:
-        groups.setdefault((way, row["source"], row["figure"]), []).append(row)
-    found = []
-    for key, rows in sorted(groups.items()):
-        held = sum(row["interval"][0] <= row["measured"] <= row["interval"][1] for row in rows)
-        told = ["—", f"{sum(row['measured'] == row['predicted'] for row in rows)} of {len(rows)} right"]
-        if key[2] != "decision":
-            error = statistics.median(row["predicted"] / row["measured"] - 1 for row in rows)
-            told = [f"{error:+.0%}", f"{held} of {len(rows)} inside 95 %"]
-        found.append([*key, ", ".join(dict.fromkeys(row["id"] for row in rows)), *told])
-    return table([name, "source", "figure", "rows", "median error", "held"], found)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
@@ -304,26 +218,19 @@ def gpu_peaks() -> str:
 
 
 def gpu_steps() -> str:
-    """Steps of our own trials, as today's code predicts them before any trial."""
-    rows = []
+    """Range of predicted over measured steps of each card, as today's code predicts them before any trial."""
+    ratios: dict[str, list[float]] = {}
+    inside: dict[str, int] = {}
     for row in result("published")["rows"]:
         if row["source"].startswith(OWN):
-            low, high = row["interval"]
-            ends = f"{low:.2f} to {high:.2f}"
-            cells = [
-                f"{row['measured']:.3f}",
-                f"{row['predicted']:.3f}",
-                ends,
-                f"{row['predicted'] / row['measured']:.2f}",
-            ]
-            rows.append([row["gpu"], f"{row['model']}, {row['seq_len']} tokens", row["candidate"], *cells])
-    return table(["card", "model", "config", "step s", "predicted s", "95 %", "predicted / measured"], rows)
-
-
-def gpu_transfer() -> str:
-    """Errors of steps before any trial, and with rates that were fitted to the other card or model."""
-    rows = result("published")["transfer"]
-    return table(list(rows[0]), ([str(cell) for cell in row.values()] for row in rows))
+            card, (low, high) = row["source"].removeprefix(OWN).strip(), row["interval"]
+            ratios.setdefault(card, []).append(row["predicted"] / row["measured"])
+            inside[card] = inside.get(card, 0) + (low <= row["measured"] <= high)
+    return "; ".join(
+        f"{card} {span(found, lambda v: f'{v:.2f}')}, median {statistics.median(found):.2f}, {inside[card]} of {len(found)} "
+        "in their intervals"
+        for card, found in ratios.items()
+    )
 
 
 # -- real trainings --------------------------------------------------------------------------------------------------
@@ -339,8 +246,8 @@ def launch_kills() -> str:
     rows = [row for row in result("recovery-cpu") if "killed" in row["case"]]
     kept = sum(row["every sample as without failures"] for row in rows)
     return (
-        f"{sum(row['restarts'] for row in rows)} kills of a rank at random moments in {len(rows)} trainings, of which "
-        f"{kept} trained on every sample as often as without"
+        f"{sum(row['restarts'] for row in rows)} SIGKILLs of a rank in {len(rows)} trainings: {kept} trained on every sample "
+        "as often as a training without failures"
     )
 
 
@@ -371,9 +278,9 @@ def parallel() -> str:
         [number(one[name]) for one in (beside, alone)] for name in ("s until 95% of the best", "s until all")
     )
     return (
-        f"{beside['candidates']} candidates beside each other have {speed}x the speed they have alone ({least}x to {most}x), the "
-        f"same one is the fastest, and a study comes within 5 % of it in {near[0]} instead of {near[1]} s, through all in "
-        f"{whole[0]} instead of {whole[1]} s"
+        f"{beside['candidates']} candidates in parallel have {speed}x their speed alone ({least}x to {most}x), and the same one "
+        f"is the fastest. A study comes within 5 % of it in {near[0]} instead of {near[1]} s, and measures all in {whole[0]} "
+        f"instead of {whole[1]} s"
     )
 
 
@@ -420,37 +327,6 @@ def storage() -> str:
     )
 
 
-# -- variants of a job -------------------------------------------------------------------------------------------------
-
-
-def _variants(what: str) -> str:
-    """Steps of two variants of a job by stage, measured in turn."""
-    found = []
-    for row in result("variants-cpu"):
-        if row["what"] != what:
-            continue
-        why = str(row.get("refused") or row.get("failed") or "")
-        cells = ["—", why.rpartition(": ")[2], *["—"] * 3]
-        if not why:
-            ratio = f"{row['other / usual']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
-            cells = [f"{row[name]:.3f}" for name in ("usual, s", "other, s")] + [ratio, f"{row['predicted']:.2f}"]
-            cells.append(" and ".join(f"{row[name]:.0f}" for name in ("usual, MiB", "other, MiB")))
-        found.append([row["model"], str(row["stage"]), *cells])
-    names = {"loss": ("full", "chunked"), "qlora": ("16 bits", "nf4")}[what]
-    steps = [f"{name}, s" for name in names]
-    return table(["model", "stage", *steps, "ratio (least to most)", "predicted", "peaks, MiB"], found)
-
-
-def variants_loss() -> str:
-    """The whole loss and the loss in chunks."""
-    return _variants("loss")
-
-
-def variants_qlora() -> str:
-    """Adapters on 16-bit and on 4-bit base weights."""
-    return _variants("qlora")
-
-
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
@@ -490,21 +366,13 @@ def frameworks() -> str:
     rows = []
     for row in result("frameworks-cpu"):
         if row["failed"]:
-            rows.append([row["framework"], f"`{shortened(row['command'])}`", "failed", "—", "—", "—", "—"])
+            rows.append([row["framework"], f"`{shortened(row['command'])}`", "failed", "—", "—", "—"])
             continue
         speeds = [f"{row[name]:.0f}" for name in ("own tokens/s", "tuned tokens/s")]
         gain = f"{row['tuned / own']:.2f} ± {row['±']:.2f}"
         first = [row["framework"], f"`{shortened(row['command'])}`"]
-        rows.append([*first, *speeds, gain, f"`{row['winner']}`", row["needed on CPU ranks"]])
-    header = [
-        "framework",
-        "command",
-        "own, tokens/s",
-        "tuned, tokens/s",
-        "tuned / own",
-        "winner",
-        "needed on CPU ranks",
-    ]
+        rows.append([*first, *speeds, gain, f"`{row['winner']}`"])
+    header = ["framework", "command", "own, tokens/s", "tuned, tokens/s", "tuned / own", "winner"]
     return table(header, rows)
 
 
@@ -521,43 +389,20 @@ def failures() -> str:
     return f"{len(texts)} texts, of which it has {sum('missed' in one for one in texts)} wrong"
 
 
-# Functions that have run before mutmut switches a mutant on: the table of knobs, and texts' patterns.
-IMPORTED = re.compile(r"\.(?:knobs\.x_(?:facts|_at|_under|_with|_stage3|_placed)|texts\.x__faces)__mutmut_")
-
-
-def mutants() -> str:
-    found = result("mutants")
-    return f"{found['killed']:,} of {found['total']:,} ({100 * found['share']:.1f} %)"
-
-
-def mutants_imported() -> str:
-    survivors = result("mutants")["survivors"]
-    return f"{sum(bool(IMPORTED.search(name)) for name in survivors)} of {len(survivors):,}"
-
-
 FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
     "predictor-rows12": predictor_rows12,
     "predictor-older": predictor_older,
     "published": published,
-    "published-sources": published_sources,
     "published-targets": published_targets,
     "published-kinds": published_kinds,
     "published-rows": published_count,
-    "published-experts": published_experts,
-    "published-experts4": published_experts4,
-    "published-sequences": published_sequences,
-    "published-qlora": published_qlora,
-    "published-muon": published_muon,
-    "published-references": published_references,
-    "published-chunked": published_chunked,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,
     "gpu-machines": gpu_machines,
     "gpu-peaks": gpu_peaks,
     "gpu-steps": gpu_steps,
-    "gpu-transfer": gpu_transfer,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "launch-recovery": launch_recovery,
@@ -565,15 +410,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "nodes": nodes,
     "node-trials": node_trials,
     "storage": storage,
-    "variants-loss": variants_loss,
-    "variants-qlora": variants_qlora,
     "stages-own": stages_own,
     "stages-published": stages_published,
     "report": report,
     "frameworks": frameworks,
     "failures": failures,
-    "mutants": mutants,
-    "mutants-imported": mutants_imported,
 }
 
 

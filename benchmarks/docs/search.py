@@ -222,7 +222,7 @@ def contest_means() -> str:
     # the rows' errors are their own: half widths of logarithms add as squares
     width = trained * sum((row["±"] / row["trained, ours / its"]) ** 2 for row in rows) ** 0.5 / len(rows)
     return (
-        f"the same winner for both on {same} of {len(rows)} scripts; in the geometric mean trained speed "
+        f"the same winner for both on {same} of {len(rows)} scripts; geometric means of the ratios: trained speed "
         f"{trained:.3f} ± {width:.3f} and wall clock {clock:.3f}"
     )
 

@@ -74,8 +74,6 @@ class Case:
     value: float
     held_out: bool = False  # never looked at while constants were chosen
     keeps_inputs: bool = False  # frozen layers save their inputs from forward to backward
-    trained_by: str = ""  # DDP or FSDP of torch alone
-    loss_is: str = ""  # how a loss without all logits is computed
     doubts: tuple[str, ...] = ()
 
     @property

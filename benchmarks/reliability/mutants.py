@@ -2,7 +2,7 @@
 
 mutmut changes one operator, number, word or argument at a time and runs the tests that reach the changed function. A mutant
 that no test notices has survived. What is mutated, and by which tests it is tried, stands under `[tool.mutmut]` in
-pyproject.toml: code that decides, and tests of it that start no rank. docs/mutants.md has read the survivors.
+pyproject.toml: code that decides, and tests of it that start no rank.
 
 Exits with 1 where fewer than 80 % are killed. `--small` tries one method of one small file.
 """
