@@ -1,6 +1,6 @@
 """Small rebuilds of public training scripts, a few lines each: `public.py WAY its arguments`.
 
-docs/your-script.md names the source of each. Models and data are made up; loops, parsers and configs have the structure
+docs/script-details.md names the source of each. Models and data are made up; loops, parsers and configs have the structure
 of the source.
 """
 
