@@ -14,7 +14,6 @@ import pytest
 
 from autotune.rank import base
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import MemorySnapshot
 
 
 class Cuda:
@@ -82,18 +81,6 @@ def test_what_a_gpus_rank_counts() -> None:
         "the driver before torch"
     )
     assert counted_by(Cuda(share=0.25))["allowed_bytes"] == 20 * GIB, "under a cap"
-
-
-def test_the_verdict_reads_all_of_it() -> None:
-    account = MemorySnapshot.of("", counted_by(Cuda(share=0.25)))
-    assert (account.free, account.total, account.reserved, account.reserved_peak) == (
-        2 * GIB,
-        80 * GIB,
-        3 * GIB,
-        4 * GIB,
-    )
-    assert (account.allowed, account.pinned) == (20 * GIB, 5 * GIB)
-    assert account.host_available
 
 
 def test_a_rank_that_has_not_woken_cuda_does_not_wake_it() -> None:

@@ -33,12 +33,9 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
     ("one", "other", "same"),
     [
         (zero(1), zero(2, offload_optimizer={"device": "cpu"}), True),
-        (zero(3), zero(3, offload_param={"device": "cpu"}, stage3_prefetch_bucket_size=1), True),
         (zero(3), zero(3, sub_group_size=1e9), True),
         (zero(3), zero(3, sub_group_size=5), False),
         (zero(2), zero(3), False),
-        (zero(0), zero(1), False),
-        ({}, zero(0), True),
         (zero(3), zero(3, offload_optimizer=NVME), False),
     ],
 )
@@ -135,8 +132,7 @@ def test_every_rank_hears_why_a_checkpoint_cannot_be_converted(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("cpus", "free_bytes", "extract", "merge"),
-    [(2, 10**12, 2, 2), (64, 10**12, 4, 3), (8, 2 * 2 * 2_000, 2, 3), (8, 2 * 2 * 12 * 100, 1, 2), (8, 0, 1, 1)],
+    ("cpus", "free_bytes", "extract", "merge"), [(2, 10**12, 2, 2), (64, 10**12, 4, 3), (8, 2 * 2 * 12 * 100, 1, 2)]
 )
 def test_a_conversion_takes_the_processes_that_cpus_and_memory_allow(
     cpus: int, free_bytes: int, extract: int, merge: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -128,7 +128,6 @@ def test_a_damaged_one_of_before_is_not_taken_because_the_script_says_so(tmp_pat
 @pytest.mark.parametrize(
     ("names", "lacking"),
     [
-        (["zero_pp_rank_0", "zero_pp_rank_1", "zero_pp_rank_2", "zero_pp_rank_3"], []),
         (["zero_pp_rank_0", "zero_pp_rank_2", "zero_pp_rank_3"], [1]),
         (["zero_pp_rank_0"], [1, 2, 3]),
         (["zero_pp_rank_0", "zero_pp_rank_1"], []),  # MiCS: of each group
@@ -145,13 +144,10 @@ def test_whose_own_files_are_missing(tmp_path: Path, names: list[str], lacking: 
 @pytest.mark.parametrize(
     ("names", "lacking"),
     [
-        (["0_mp_rank_00", "0_mp_rank_01", "0_mp_rank_02", "0_mp_rank_03"], []),
         (["0_mp_rank_00", "0_mp_rank_01", "0_mp_rank_02"], [3]),
         (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_00", "1_mp_rank_01"], []),
         (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_00"], [3]),
-        (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_01"], [2]),
         (["0_mp_rank_02", "0_mp_rank_03"], [0, 1]),  # what the second machine has on a disk of its own
-        (["1_mp_rank_00", "1_mp_rank_01"], [0, 1]),
     ],
 )
 def test_whose_own_files_are_missing_of_ranks_that_are_parallel_in_tensors(

@@ -177,10 +177,6 @@ def test_what_a_training_of_the_users_own_has_taken(torchs: StandIn, monkeypatch
     assert devices.used_bytes() == devices.data_bytes("self")
 
 
-def test_cpu_ranks_have_no_such_thing() -> None:
-    assert devices.CpuDevice().joined() == {}
-
-
 ROOT = Path(devices.__file__).parents[1]
 # The fork server asks whether CUDA was woken, and knows nothing of rank/; numbers of a failure come one by one.
 ALLOWED = {"rank/devices.py", "rank/base.py", "workers/fork_server.py"}

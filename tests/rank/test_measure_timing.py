@@ -44,11 +44,8 @@ def test_of_a_long_accumulation_three_micro_batches_are_run(
     [
         ([], False),
         ([1.0], False),
-        ([1.0, 1.0], False),  # the first step is no step to compare with
         ([9.0, 1.0, 1.04], True),
-        ([9.0, 1.0, 0.94], False),
         ([9.0, 1.0, 0.5, 0.51], True),
-        ([1.0, 2.0, 4.0, 2.0, 1.0], False),
         ([1.0, 2.0, 4.0, 2.0, 1.0, 2.0], True),
         ([29.0, 2.0], True),  # three times the least measurement
         ([31.0], False),  # not before the optimizer's states are made and another step is done
@@ -67,7 +64,7 @@ def test_warm_up_takes_no_more_than_a_share_of_the_longest_measurement() -> None
 
 @pytest.mark.parametrize(
     ("elapsed", "steps", "is_enough"),
-    [(11.0, 5, True), (11.0, 4, False), (9.0, 5, False), (1.0, 50, True), (101.0, 1, True), (100.0, 1, False)],
+    [(11.0, 5, True), (11.0, 4, False), (1.0, 50, True), (101.0, 1, True), (100.0, 1, False)],
 )
 def test_enough(elapsed: float, steps: int, is_enough: bool) -> None:
     assert enough(REQUEST, elapsed, steps) is is_enough
@@ -78,11 +75,9 @@ def test_enough(elapsed: float, steps: int, is_enough: bool) -> None:
     [
         (0.0, 0, 1.0, 10),  # the seconds decide
         (0.0, 0, 4.0, 5),  # the steps decide
-        (6.0, 3, 2.0, 2),
         (0.0, 0, 0.01, 50),  # no more than the most
         (90.0, 2, 4.0, 2),  # no more than the time allows
         (99.0, 2, 4.0, 1),  # but always one
-        (20.0, 9, 1.0, 1),
     ],
 )
 def test_steps_between_comparisons_of_the_clocks(elapsed: float, steps: int, pace: float, wanted: int) -> None:
@@ -96,10 +91,8 @@ SHARE = replace(REQUEST, share_seconds=20.0)
     ("warmup", "done", "another"),
     [
         ([7.0], False, True),
-        ([9.0], True, True),  # one step, and time for another
         ([14.0], True, True),  # a first step has one-time work
         ([15.0], True, False),  # a second one would take too long
-        ([7.0, 6.0], True, True),
         ([7.0, 7.0], True, False),  # the share holds no third one
     ],
 )
@@ -130,7 +123,6 @@ BEATEN = replace(REQUEST, beaten_step_seconds=1.0)
         ([1.04, 1.04], False),  # within the least interval of 5 %
         ([1.1, 1.5], False),  # the interval reaches below the limit
         ([1.5], False),  # one step has no interval
-        ([0.9, 0.9, 0.9], False),
     ],
 )
 def test_candidate_is_beaten_once_its_interval_lies_above_the_limit(step_seconds: list[float], expected: bool) -> None:
@@ -142,14 +134,6 @@ def test_candidate_that_is_expected_to_be_beaten_runs_two_steps_before_it_is_jud
     assert stretch(BEATEN, 0.0, 0, 1.5) == 2
     assert stretch(BEATEN, 0.0, 0, 0.5) == stretch(REQUEST, 0.0, 0, 0.5) == 20
     assert stretch(BEATEN, 3.0, 2, 1.5) == stretch(REQUEST, 3.0, 2, 1.5)
-
-
-def test_measuring_in_stretches_comes_to_an_end() -> None:
-    elapsed, steps = 0.0, 0
-    while not enough(REQUEST, elapsed, steps):
-        more = stretch(REQUEST, elapsed, steps, 0.7)
-        steps, elapsed = steps + more, elapsed + 0.7 * more
-    assert (steps, elapsed) == (15, pytest.approx(10.5))
 
 
 def test_a_long_step_is_its_first_its_middle_and_its_boundary() -> None:
@@ -174,13 +158,11 @@ FIRST = [5.0, 1.0]  # of a warm-up: an engine's first step takes long, whatever 
         (10.0, [1.0] * 5, False),  # what the first did may come again
         (12.0, [1.0] * 12, True),
         (26.0, [1.0] * 5, True),  # a quarter of the longest measurement
-        (30.0, [*[1.0] * 11, 9.0], False),  # it came: once
         (45.0, [*[1.0] * 11, 9.0, *[1.0] * 13], True),  # and not again when it would have
         (60.0, [1.0, 1.0, 9.0, 1.0, 1.0, 9.0], False),  # one whole period
         (90.0, [1.0, 1.0, 9.0, 1.0, 1.0, 9.0, 1.0, 1.0, 9.0], True),
         (150.0, [*[1.0] * 11, 9.0], False),  # longer than usual
         (201.0, [*[1.0] * 11, 9.0], True),  # but not for ever
-        (60.0, [*[1.0] * 60, 99.0, *[1.0] * 38], False),
         (60.0, [*[1.0] * 61, 99.0, *[1.0] * 38], True),
     ],
 )

@@ -61,7 +61,6 @@ def test_default_seeds_are_those_of_the_study_and_the_rank(patches: Patches, sou
     [
         lambda: uuid.uuid4(),
         lambda: secrets.token_hex(8),
-        lambda: secrets.token_urlsafe(),
         lambda: "".join(secrets.choice(string.ascii_letters) for _ in range(16)),  # as Weights & Biases names runs
     ],
 )

@@ -30,17 +30,6 @@ def measure(bench: Bench, job: Job, *candidates: Candidate) -> list[Outcome]:
 
 
 @pytest.mark.slow
-def test_adapters_train_and_the_rest_is_frozen(bench: Bench) -> None:
-    job = make_job(lora=Lora(4))
-    for outcome in measure(bench, job, make_candidate(2, 2, 2), make_candidate(3, 2, 1)):
-        assert outcome.ok, outcome
-    trace, whole = trace_job(job), trace_job(make_job())
-    assert trace.exact
-    assert sum(trace.parameters) < 0.2 * trace.frozen
-    assert trace.frozen == sum(whole.parameters)
-
-
-@pytest.mark.slow
 def test_adapters_and_packing_are_knobs(bench: Bench) -> None:
     job = make_job(seq_len=64, lengths=((8, 90), (64, 10)), lora=Lora(2))
     outcomes = measure(

@@ -18,18 +18,17 @@ CONFIG = {
 }
 
 
-def train(folder: str, candidate: dict[str, Any] | None, in_code: bool, hooked: bool = True) -> dict[str, Any]:
-    """A loop of accelerate's, its plugin made in code or of a config. That CPU ranks find each other needs two of them:
+def train(folder: str, candidate: dict[str, Any] | None) -> dict[str, Any]:
+    """A loop of accelerate's, its plugin made of a config. That CPU ranks find each other needs two of them:
     tests/test_scripts.py."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
     from torch.utils.data import DataLoader, TensorDataset
 
     context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None)
-    if hooked:
-        accelerate.install(context)
-        deepspeed.install(context)
-    plugin = DeepSpeedPlugin(zero_stage=1) if in_code else DeepSpeedPlugin(hf_ds_config=CONFIG)
+    accelerate.install(context)
+    deepspeed.install(context)
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
     accelerator = Accelerator(deepspeed_plugin=plugin)
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -53,18 +52,12 @@ def train(folder: str, candidate: dict[str, Any] | None, in_code: bool, hooked: 
         "evaluation_rows": len(next(iter(evaluation))[0]),
         "seen": watcher.seen,
         "prepared": context.loader_prepared,
-        "facts": watcher.of("built")[0][0]["loader_prepared"] if hooked else None,
+        "facts": watcher.of("built")[0][0]["loader_prepared"],
     }
 
 
-@pytest.mark.slow
-def test_without_hooks_the_script_is_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    found = in_rank(train, str(tmp_path), make_candidate(2, 8).as_dict, False, False)
-    assert (found["stage"], found["rows"], found["seen"]) == (1, 2, [])
-
-
 def test_the_config_and_the_trainings_loader_are_the_candidates(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    found = in_rank(train, str(tmp_path), make_candidate(2, 8).as_dict, False)
+    found = in_rank(train, str(tmp_path), make_candidate(2, 8).as_dict)
     assert (found["stage"], found["plugin_stage"], found["micro_batch"], found["rows"]) == (2, 2, 8, 8)
     assert found["samples"] == [16.0 * at / 4 for at in range(64)], "every sample once"
     assert found["shuffled"]
@@ -76,14 +69,8 @@ def test_the_config_and_the_trainings_loader_are_the_candidates(in_rank: Callabl
     assert configured[0][0]["zero_optimization"]["stage"] == 1
 
 
-@pytest.mark.slow
-def test_a_plugin_that_is_written_in_code(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    found = in_rank(train, str(tmp_path), make_candidate(3, 4).as_dict, True)
-    assert (found["stage"], found["plugin_stage"], found["rows"]) == (3, 3, 4)
-
-
 def test_a_script_as_it_is_keeps_its_loader(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    found = in_rank(train, str(tmp_path), None, False)
+    found = in_rank(train, str(tmp_path), None)
     assert (found["stage"], found["rows"], found["prepared"]) == (1, 2, True)
 
 

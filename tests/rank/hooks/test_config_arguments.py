@@ -45,12 +45,6 @@ def test_what_flags_say_themselves_is_noted(context: Callable) -> None:
     assert made.said["train_micro_batch_size_per_gpu"] == [2, 6]
 
 
-def test_a_script_as_it_is_keeps_its_arguments(context: Callable) -> None:
-    made, _ = context()
-    config.install(made)
-    assert parse("--gradient_accumulation_steps").gradient_accumulation_steps == -1
-
-
 @pytest.mark.parametrize("flag", ["--local_rank", "--local-rank"])
 def test_the_rank_is_given_as_the_deepspeed_launcher_does(context: Callable, flag: str) -> None:
     made, _ = context()
@@ -58,24 +52,6 @@ def test_the_rank_is_given_as_the_deepspeed_launcher_does(context: Callable, fla
     assert parse(flag).local_rank == 3
     assert parse(flag, typed=[flag, "1"]).local_rank == 1, "what is typed stays"
     assert made.flags == {flag}
-
-
-def test_flags_worth_knowing_are_noted(context: Callable) -> None:
-    made, _ = context()
-    config.install(made)
-    parse("--per_device_train_batch_size", "--epochs")
-    parse("--deepspeed")
-    assert made.flags == {"--per_device_train_batch_size", "--deepspeed"}
-
-
-def test_undone_it_is_argparse_again(context: Callable) -> None:
-    made, _ = context(make_candidate(1, 8, 4))
-    before = argparse.ArgumentParser.parse_known_args
-    config.install(made)
-    assert argparse.ArgumentParser.parse_known_args is not before
-    made.patches.close()
-    assert argparse.ArgumentParser.parse_known_args is before
-    assert parse("--gradient_accumulation_steps", "--local_rank").local_rank == -1
 
 
 # -- how a flag is told yes or no ----------------------------------------------------------------------------------------

@@ -149,29 +149,6 @@ def reference(folder: str) -> list[Any]:
     ]
 
 
-def in_evaluation_mode(folder: str) -> list[Any]:
-    """A model as `from_pretrained` returns it, whose evaluation takes gradients now and then."""
-    import torch
-
-    _, watcher = set_up(folder, None)
-    engine = initialize("dict", make_net().eval(), folder)
-    for rows in (2, 3):
-        loss = engine(torch.ones(rows, 4)) + engine.module(torch.ones(rows, 4))
-        with torch.no_grad():
-            engine(torch.ones(7, 4))
-        engine.backward(loss)
-        engine.step()
-    engine(torch.ones(7, 4))
-    engine.train()
-    engine.backward(engine(torch.ones(5, 4)))
-    return [watcher.of("rows and tokens"), watcher.names().count("stepped")]
-
-
-@pytest.mark.slow
-def test_a_model_is_trained_in_evaluation_mode(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    assert in_rank(in_evaluation_mode, str(tmp_path)) == [[[rows, rows] for rows in (2, 2, 3, 3, 5)], 1]
-
-
 def which_trains(folder: str) -> list[bool]:
     found = []
     for frozen, evaluating, accelerated in ((0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, 1), (0, 1, 1)):
@@ -211,35 +188,6 @@ def fail(folder: str) -> list[Any]:
 
 def test_a_failure_is_seen_before_the_script_can_catch_it(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(fail, str(tmp_path)) == [["forward"], ["failed", "MemoryError"]]
-
-
-def refuse(folder: str) -> list[Any]:
-    _, watcher = set_up(folder, make_candidate(1, **{"zero_optimization.reduce_bucket_size": -5}).as_dict)
-    with pytest.raises(Exception, match="reduce_bucket_size"):
-        initialize("dict", make_net(), folder)
-    return watcher.names()
-
-
-@pytest.mark.slow
-def test_a_config_that_deepspeed_refuses_is_seen(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    assert in_rank(refuse, str(tmp_path)) == ["init", "configured", "planned", "failed"]
-
-
-def pipeline(folder: str) -> list[str]:
-    import deepspeed as library
-    import torch
-
-    _, watcher = set_up(folder, None)
-    library.init_distributed()
-    net = library.PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=1)
-    with pytest.raises(Unusable, match="a pipeline"):
-        library.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
-    return watcher.names()
-
-
-@pytest.mark.slow
-def test_a_pipeline_is_refused(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    assert in_rank(pipeline, str(tmp_path)) == ["failed"], "though the script may catch it"
 
 
 def share(folder: str, ranks: int, how: str) -> list[str]:
@@ -311,30 +259,6 @@ def test_saves_of_the_script_leave_nothing_where_it_is_quiet(
     assert found["folders"] == kept, "there to be written into, but nothing among the user's"
     assert {"latest", "weights.bin"} <= set(found["ours"]), "verification saves in any case"
     assert found["after"], "undone"
-
-
-def pad(folder: str) -> list[Any]:
-    """A worst case: the tokenizer allows 24 tokens, the arguments 16, the model 32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    context, watcher = set_up(folder, None, worst_case=True)
-    context.allowed_tokens += [24, 16]
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
-    net = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32))
-    engine = initialize("dict", net, folder)
-    ids = torch.ones(2, 5, dtype=torch.long)
-    logits = engine(input_ids=ids, labels=ids).logits
-    del context.allowed_tokens[:]
-    engine(input_ids=ids)
-    with pytest.raises(Unusable, match="cannot be padded"):
-        engine(ids)
-    return [list(logits.shape), watcher.of("rows and tokens")]
-
-
-@pytest.mark.slow
-def test_every_batch_is_as_long_as_all_allow(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    assert in_rank(pad, str(tmp_path)) == [[2, 16, 64], [[2, 32], [2, 64]]]
 
 
 def matrices_of(folder: str) -> Any:

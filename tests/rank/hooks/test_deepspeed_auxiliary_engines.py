@@ -59,7 +59,6 @@ def test_a_critic_has_the_candidates_batch_and_is_counted(in_rank: Callable[...,
     ("config", "profile", "files", "changed"),
     [
         (CONFIG, {}, [], True),
-        ({**CONFIG, "train_batch_size": 8}, {}, [], True),
         ({**CONFIG, STEPS: 4}, {}, [], False),
         ({STEPS: 2}, {}, [], False),
         (CONFIG, {"batch_note": "it has its own"}, [], False),

@@ -44,13 +44,6 @@ def test_a_model_is_as_the_candidate_says(context: Make, on: bool, told: bool | 
     assert deepspeed.can_switch(model)
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_a_script_as_it_is_keeps_its_own(context: Make, on: bool) -> None:
-    model = make_model(on)
-    deepspeed.apply(context(None)[0], model)
-    assert deepspeed.is_on(model) == on
-
-
 def test_what_is_off_stays_off_in_that_model_alone(context: Make) -> None:
     from peft import prepare_model_for_kbit_training
 

@@ -38,13 +38,6 @@ def test_its_trainer_counts_as_the_candidate_does(package: str) -> None:
     assert trainer.accumulate_grad_batches == config["gradient_accumulation_steps"] == 8
 
 
-def test_the_script_as_it_is_keeps_its_own() -> None:
-    trainer = SimpleNamespace(accumulate_grad_batches=2)
-    config: dict[str, Any] = {}
-    accumulate(make_context()[0], a_module("pytorch_lightning", trainer), config)
-    assert (trainer.accumulate_grad_batches, config) == (2, {})
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -75,7 +68,6 @@ def test_a_config_that_it_reads_leaves_the_key_out() -> None:
     [
         ("import lightning as L\n", {}, True),
         ("import torch\n  from pytorch_lightning import Trainer\n", {}, True),
-        ("from lightning.pytorch.strategies import DeepSpeedStrategy\n", {"config": {}}, True),
         ("# import lightning\nimport lightningcss\n", {}, False),
         (None, {"lightning": True}, True),
         (None, {}, False),

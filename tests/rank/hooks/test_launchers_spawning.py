@@ -157,9 +157,3 @@ def test_what_ranks_start_is_their_own_affair(make: Callable[..., Context], tmp_
     made.patches.close()
     make(launcher=("torchrun", "--nproc-per-node", "2"))
     assert processes_of(tmp_path / "launched") == {"0", "1", "2"}, "its ranks are the launcher's"
-
-
-def test_undone_it_starts_processes_again(make: Callable[..., Context], tmp_path: Any) -> None:
-    made = make()
-    made.patches.close()
-    assert processes_of(tmp_path / "undone") == {"0", "1", "2"}

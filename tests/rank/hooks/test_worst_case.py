@@ -34,14 +34,6 @@ def test_a_tokenizers_limit_is_noted(context: Callable, settings: dict[str, int]
     assert made.allowed_tokens == allowed
 
 
-def test_undone_nothing_is_noted(context: Callable) -> None:
-    made, _ = context()
-    worst_case.install(made)
-    made.patches.close()
-    make(model_max_length=17)
-    assert made.allowed_tokens == []
-
-
 def test_padding_is_computed_and_not_learnt() -> None:
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": 0 * IDS, "weight": torch.ones(3), "name": "x"}
     found = pad_to((), batch, 9, "a stream")
