@@ -74,6 +74,22 @@ def test_it_finds_the_best_soon_and_verifies_it(whole_table: ReplayTable, seed: 
     assert store.calls()[-1].confidence == result.confidence
 
 
+@pytest.mark.slow
+@pytest.mark.main_path
+@pytest.mark.parametrize("name", ["encoder-script_2xcpu", "images-script_1xcpu", "llama-wide_2xcpu"])
+def test_recorded_landscapes_need_few_trials_and_few_ooms(name: str) -> None:
+    """Bounds of the gate; the sequences of these searches are in tests/golden."""
+    table = load_replay_table(REAL_TABLES / f"{name}.csv.gz")
+    _, executor, _ = search(table, 1800)
+    trials = [(candidate, kind) for _, candidate, kind in executor.log.trials]
+    near = [
+        kind is OutcomeKind.OK and table.best_step_seconds / table.seconds_per_sample(candidate) > 0.95
+        for candidate, kind in trials
+    ]
+    assert near.index(True) < 6
+    assert sum(kind.is_oom for _, kind in trials) <= 0.4 * len(trials)
+
+
 @pytest.mark.parametrize("budget", [20, 45, 90, 300])
 def test_the_budget_is_never_overrun(replay_table: ReplayTable, budget: float) -> None:
     result, executor, _ = search(replay_table, budget)
