@@ -1,4 +1,4 @@
-"""Next candidate, stopping rules, and the fallback schedule when nothing fits."""
+"""Next candidate and end of a search: the most expected gain per second among the candidates that may fit."""
 
 from __future__ import annotations
 
@@ -13,68 +13,42 @@ import numpy as np
 from autotune.predict.features import Flags, Floats
 from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import size_seconds
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import Candidate, samples
 from autotune.problem.job import Job
-from autotune.problem.knobs import OFFLOADING
+from autotune.problem.knobs import FIRST_ORDER, OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
-from autotune.search.knob_record import EFFECT_SIGMA, KnobRecord, KnobTurn
-from autotune.search.pruning import CandidatePool, DominanceRules
-from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, probability_above, speed_left
-from autotune.search.surrogate import (
-    RECALLED,
-    FirstOrderGroups,
-    Forecast,
-    LevelCoverage,
-    SpeedMemoryModel,
-    expected_gain,
-)
-from autotune.search.tpe import FAILED, Answer, Sampler
-from autotune.util.units import GIB, format_bytes, format_percent
+from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, Belief, Forecast, Mixture, Point
+from autotune.search.pruning import CandidatePool, DominanceRules, numbered
+from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, speed_left
+from autotune.util.units import format_bytes, format_percent
 
 # -- proposer ----------------------------------------------------------------------------------------------------------
 #
-# Choose the next candidate by an ordered list of rules. The first rule that applies decides.
-#
-# - The model (the predictor, or the surrogate if measurements refute the predictor) estimates the value of each
-#   measurement.
-# - The screen makes sure that every level of the first-order knobs is tried before other knobs are varied.
-# - Optuna's sampler searches independently of the model.
+# The value of a measurement is the expected gain over the best speed, times the probability of fitting, divided by its
+# seconds. Rungs of the running engine cost no start. A search ends when no gain is worthwhile, after one look at each of
+# the two assumptions that could hide one (`Proposer._insurance`).
 
-RISK_STEP = 0.25  # increase of the required probability of fitting per OOM
-MOST_CAUTIOUS = 0.8  # upper limit of the required probability
+WORTHWHILE = 0.25  # share of the tolerance; a smaller expected gain is ignored
 LEAST_EVIDENCE = 8  # measured candidates before a search may stop early
-MEMORY_END_AFTER = 4  # measured candidates before an exhaustive search looks for the memory limit
-HEAD = 6  # trials before the sampler gets its share
-CATCH_UP = 2  # consecutive sampler trials while it is below its share
-AUDITS = 2  # surrogate proposals without improvement before a search may stop early
-MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not rejected
-BEST_SIGMA = 0.02  # standard deviation of the best measured speed as a logarithm, which a second measurement shows
-IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor of a large model is wrong by more
-# Bytes above the capacity. Buffers of the runtime do not depend on the model, so a prediction may be wrong by all of
-# them: 2 GiB on the CPU ranks of two recorded tables, where the fastest candidates were predicted not to fit.
-IMPLAUSIBLE_BYTES = 4 * GIB
-DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
-# trials without improvement, half of them random: 60 miss the best 5 % once in 20 (Bergstra and Bengio 2012)
-STALE = 120
-WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
-LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
-# Share of the log speed that a larger micro-batch gains if all the time is spent once per micro-batch.
-OVERHEAD_SIGMA = 0.5
+INSURED_TRIALS = 1  # tests of each assumption before the end
+MISSED_SHARE = 0.1  # of the capacity: a candidate predicted to miss it by no more tests the prediction before the end
+CLAIM_SIGMA = 0.03  # of the best speed as a logarithm, which was measured once, and of what no knob explains
+NO_TRUST = 1e-12  # prior probability of the predictor's explanation, if measurements alone shall decide
 ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
-CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
 LEAST_SHARE_SECONDS = 5.0  # a share below holds no trial of most models
 TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
+FIRST_FIT = 4.0  # weight of the log probability of fitting against the log speed, before anything has fitted
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A named reason to propose a candidate or to stop."""
+class Proposal:
+    """Candidate to measure, and the reason."""
 
-    name: str
-    decide: Callable[[Decision], Proposal | Stop | None]  # None leaves the decision to the next rule
+    candidate: Candidate
+    note: str
 
 
 class Proposer:
@@ -84,61 +58,39 @@ class Proposer:
         self,
         candidates: list[Candidate],
         space: SearchSpace,
-        seed: int,
         predictor: Predictor,
         *,
         tolerance: float = 0.01,
         exhaustive: bool = False,
         effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
     ) -> None:
-        self.space, self.predictor = space, predictor
+        self.space, self.predictor, self.candidates = space, predictor, candidates
         self.job, self.hardware = job, hardware = predictor.job, predictor.hardware
         self.tolerance, self.exhaustive = tolerance, exhaustive
-        self.candidates = candidates
-        self._model = SpeedMemoryModel(predictor, candidates)
+        self._belief = Belief(predictor, candidates, effect_sigmas)
         rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
-        run = MAX_TIMED_MICRO_BATCHES if job.script is None else math.inf
-        self._pool = CandidatePool(candidates, rules, self._model.host_bytes, run)
+        most_micro_batches = math.inf if job.script is not None else MAX_TIMED_MICRO_BATCHES
+        self._pool = CandidatePool(candidates, rules, self._belief.host_bytes, most_micro_batches)
         self._index, self._family = self._pool.index, self._pool.family
         self._fallback = FallbackSchedule(candidates, hardware.device)
-        self._coverage = LevelCoverage(candidates)
-        self._groups = FirstOrderGroups(candidates)
-        self.knobs = KnobRecord(candidates, effect_sigmas)
+        self._group = numbered(first_order_key(candidate) for candidate in candidates)
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
-        self.speed: dict[Candidate, float] = {}
+        self._stage = np.array([c.stage for c in candidates])
+        self._limit_bytes = np.full(len(candidates), float(hardware.ceiling_bytes))
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended
-        # OOMs that a model did not expect, by whether the predictor of memory was rejected
-        self._ran_out: Counter[bool] = Counter()
-        self._proposed = 0  # candidates proposed in this call
-        self._sampled = 0  # sampler proposals among them
-        self._in_a_row = 0  # consecutive sampler proposals up to now
-        self._improved_at = 0  # value of `_proposed` at the last improvement
-        self._audited = 0  # surrogate proposals since then
-        self._bold_tries = 0
+        self._speeds: dict[int, Point] = {}  # by place
+        self._peaks: dict[int, Point] = {}
+        self._too_slow: dict[int, float] = {}  # log of the most samples per second, by place
+        self._ooms: dict[int, float] = {}  # log of the least bytes needed, by place
+        self._host_ran_out = False
+        self._cannot_win: set[int] = set()  # measured candidates
+        self._call = 0
+        self._insured: Counter[str] = Counter()  # tests of each assumption since the last gain
+        self._tried: set[int] = set()
         self.trial_share_seconds = math.inf  # that one trial may take in this call
-        self._sizes: set[int] = set()  # measured micro-batch sizes
-        self._earlier: dict[Candidate, float] = {}  # speeds of earlier calls, at their pace
-        self._turns, self._doubts = CheckBudget(), CheckBudget()  # for turns of knobs, and for a loose bound
-        self._seed, self._answers = seed, dict[int, Answer]()
         self.stopped: Stop | None = None  # reason for the latest None of `next`
-        self.decided_by = ""  # name of the rule that decided last
-        self.rules = (
-            Rule("fallback after failures", self._fallback_after_failures),
-            Rule("sampler's share", self._samplers_share),
-            Rule("fallback without a fit", self._fallback_without_a_fit),
-            Rule("first fit", self._first_fit),
-            Rule("untried level", self._untried_level),
-            Rule("predicted gain", self._predicted_gain),
-            Rule("memory limit", self._memory_limit),
-            Rule("second opinion", self._second_opinion),
-            Rule("untested knob", self._untested_knob),
-            Rule("doubtful knob", self._doubtful_knob),
-            Rule("loose bound", self._loose_bound),
-            Rule("sampler", self._sampler_goes_on),
-            Rule("small gain", self._small_gain),
-        )
 
     @property
     def open_candidates(self) -> list[Candidate]:
@@ -149,114 +101,108 @@ class Proposer:
     def _available(self) -> Flags:
         return self._pool.available_mask
 
+    @property
+    def _best(self) -> float | None:
+        """Log of the best speed that may win; None if nothing has fitted.
+
+        Speeds of earlier calls count as the belief has them for this call's machine.
+        """
+        able = [point for place, point in self._speeds.items() if place not in self._cannot_win]
+        now = [point.value for point in able if point.call == self._call]
+        if now or not able:
+            return max(now, default=None)
+        expected = self._forecast.speed.mean
+        return max(float(expected[point.place]) for point in able)
+
     def reserve(self, running: Iterable[Candidate]) -> None:
         """Reserve candidates that run elsewhere. Similar ones are proposed only if nothing else is worth a trial."""
-        self._pool.reserve(running, self._groups.of)
+        self._pool.reserve(running, self._group)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def observe(self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False) -> None:
+    def begin_call(self) -> None:
+        """Start a call. All speeds so far are those of earlier calls, on a machine that may have been slower."""
+        self._call += 1
+        self._forget()
+
+    def observe(
+        self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False, verified: bool = False
+    ) -> None:
         """Learn from an outcome, and exclude the candidates that it speaks against.
 
         Args:
             outdated: the outcome excludes nothing, because its cause may be fixed or the exhausted memory has grown.
+            verified: the outcome is that of a verification. It replaces the search's measurement, and excludes nothing.
         """
         if not outcome.kind.is_attributable_to_candidate:
             return
-        at = self._index.get(candidate)
-        if at is not None and not outdated:
-            self.knobs.observe(at, outcome.measurement, self._model.predicted_logs)
-        chance = self._model.known_chance(at)
-        surprising = chance is None or chance >= self._least_chance
-        rejected = self._model.memory.predictor_rejected
-        self._model.observe(candidate, at, outcome)
+        at, measured = self._index.get(candidate), outcome.measurement
+        self._forget()
+        if at is not None and measured is not None:
+            self._note_speed(at, measured)
+        if verified:
+            return
+        if at is not None and measured is not None:
+            self._peaks[at] = Point(at, math.log(measured.peak_bytes), REPEAT_PEAK)
+        self.predictor.observe(candidate, outcome)
         self._costs.observe(outcome)
+        if at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
+            capacity = float(outcome.capacity_bytes or self.hardware.capacity_bytes)
+            self._ooms[at] = math.log(capacity + 0.5 * (outcome.missing_bytes or 0))
+        if at is not None and outcome.least_step_seconds is not None:
+            self._too_slow[at] = math.log(samples(self.job, candidate) / outcome.least_step_seconds)
+        self._host_ran_out |= outcome.kind is OutcomeKind.OOM_HOST
         if outdated:
             return self._pool.note_fixable(candidate, outcome)
         self._pool.observe(candidate, outcome)
-        self._ran_out[rejected] += outcome.kind.is_oom and surprising
-        measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
-        speed = measured.samples_per_second if measured else 0.0
-        if measured:
-            over = measured.peak_bytes - self.hardware.ceiling_bytes
-        fits = measured is not None and over <= 0
-        if fits and at is not None:  # candidates of another space do not set the best speed
-            if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
-                self._improved_at, self._audited = self._proposed, 0
-            self.speed[candidate] = speed
-            self._earlier.pop(candidate, None)
+        fits = measured is not None and measured.peak_bytes <= self.hardware.ceiling_bytes
         self._fallback.take(at, outcome.kind, fits)
         if at is not None:
-            self._coverage.mark(at)
-            self._answers[at] = speed, max(0.0, over / GIB)
-            if measured:
-                self._sizes.add(candidate.micro_batch)
-                self._groups.note(at, math.log(speed))
+            self._tried.add(at)
 
-    def finish_search(self, candidate: Candidate, samples_per_second: float) -> None:
-        """Replace the search's measurement of a candidate by that of its verification."""
-        self.speed[candidate] = samples_per_second
-        self._earlier.pop(candidate, None)
-
-    def begin_call(self) -> None:
-        """Start a call. All speeds so far are those of earlier calls."""
-        self._earlier = dict(self.speed)
-        self._model.begin_call()
-
-    def set_pace(self, pace: float) -> None:
-        """Scale the speeds of earlier calls to this call's pace.
-
-        Args:
-            pace: this call's speeds divided by those of earlier calls, by what both have verified.
-        """
-        self.speed |= {one: pace * speed for one, speed in self._earlier.items() if one in self.speed}
-        self._model.set_pace(pace)
+    def _note_speed(self, at: int, measured: Measurement) -> None:
+        speed, before = math.log(measured.samples_per_second), self._best
+        self._speeds[at] = Point(at, speed, REPEAT_SPEED, self._call)
+        if measured.peak_bytes > self.hardware.ceiling_bytes:
+            self._cannot_win.add(at)
+        elif before is None or speed > before + self.tolerance:
+            self._insured.clear()
 
     def drop_from_best(self, candidate: Candidate) -> None:
         """Remove a measured candidate from the best ones if it cannot win, or is unlikely to.
 
         Gains are then computed against the best of the rest. The candidate stays open if it was (`close_candidate`).
         """
-        if self.speed.pop(candidate, None) is not None:
-            self._improved_at, self._audited = self._proposed, 0
+        at = self._index.get(candidate)
+        if at in self._speeds and at not in self._cannot_win:
+            self._cannot_win.add(at)
+            self._insured.clear()
+            self._forget()
 
     def apply_verification_failure(
         self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float
     ) -> None:
         """Apply a verification that needed more memory than available.
 
-        The memory limit of the stage is lowered, and proposals need a higher probability of fitting. An OOM also excludes
-        candidates.
+        The memory limit of the stage is lowered. An OOM also excludes candidates.
 
         Args:
             outcome: outcome of the verification.
             searched: the candidate's measurement in the search; None if there is none.
             share: share of that measurement's memory that would fit.
         """
-        self._ran_out[self._model.memory.predictor_rejected] += 1
         if outcome.kind.is_oom:
             self._pool.observe(candidate, outcome)
-        if (at := self._index.get(candidate)) is None:
+        at = self._index.get(candidate)
+        if at is None or searched is None or outcome.kind is OutcomeKind.OOM_HOST:
             return
-        self._groups.note_tight(at)
-        self._answers[at] = 0.0, FAILED
-        if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
-            self._model.lower_memory_limit(at, searched, share)
+        alike = self._stage == self._stage[at]
+        self._limit_bytes[alike] = np.minimum(self._limit_bytes[alike], share * searched.peak_bytes)
+        self._forget()
 
     def also_too_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
         """Return the candidates that need at least as much of the exhausted memory, including this one."""
         return {self.candidates[i] for i in np.flatnonzero(self._pool.also_too_large(candidate, kind))}
-
-    def expect(self, left: int) -> None:
-        """Predict before an outcome is replayed, so that the prediction is scored.
-
-        Only the last RECALLED outcomes are scored.
-
-        Args:
-            left: number of outcomes that remain to be replayed.
-        """
-        if left <= RECALLED:
-            self._model.table()
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
         """Double the candidate's time limit after a tuner's limit ended its trial. Slow starts raise all limits."""
@@ -277,13 +223,42 @@ class Proposer:
         """Propose this candidate no more in this call. No other candidate is excluded."""
         self._pool.close(candidate)
 
+    # -- belief ------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        for name in ("_forecast", "_forecast_of_measurements"):
+            self.__dict__.pop(name, None)
+
+    @functools.cached_property
+    def _forecast(self) -> Forecast:
+        return self._forecasts()
+
+    @functools.cached_property
+    def _forecast_of_measurements(self) -> Forecast:
+        """Forecast of speeds from measurements alone, whatever is predicted."""
+        return self._forecasts(trusted=NO_TRUST)
+
+    def _forecasts(self, **trust: float) -> Forecast:
+        speeds = [
+            Point(point.place, point.value, point.sigma, self._call - point.call) for point in self._speeds.values()
+        ]
+        bounds = [Point(at, most, REPEAT_SPEED) for at, most in self._too_slow.items() if at not in self._speeds]
+        return self._belief.forecast(
+            [*bounds, *speeds],
+            [*self._peaks.values()],
+            {at: least for at, least in self._ooms.items() if at not in self._peaks},
+            self._limit_bytes,
+            host_ran_out=self._host_ran_out,
+            **trust,
+        )
+
     def skips(self) -> dict[str, int]:
         """Return counts of untried candidates by reason, both measured and predicted."""
-        counts, forecast, table = dict(self._pool.skipped), self._model.forecast(), self._model.table()
+        counts, forecast = dict(self._pool.skipped), self._forecast
         if (beyond := forecast.hopeless & self._available).any():
-            capacity, least = format_bytes(self.hardware.capacity_bytes), format_bytes(int(table.peak[beyond].min()))
-            more = f"predicted to need more than the {capacity} of a device beyond the interval (the least {least})"
-            counts[more] = int(beyond.sum())
+            capacity = format_bytes(self.hardware.capacity_bytes)
+            least = format_bytes(int(np.exp(forecast.peak.mean[beyond].min())))
+            counts[f"believed to need more than the {capacity} of a device (the least {least})"] = int(beyond.sum())
         if count := int((forecast.host_hopeless & ~forecast.hopeless & self._available).sum()):
             counts["predicted to need more than the host's memory beyond the interval"] = count
         return counts
@@ -293,34 +268,20 @@ class Proposer:
 
         The bound is infinite as long as fewer than LEAST_MEASURED candidates are measured.
         """
-        if not self.speed:
+        best = self._best
+        if best is None:
             return None
-        measured = sum(speed > 0 for speed, _ in self._answers.values())
-        left = math.inf if measured < LEAST_MEASURED else math.expm1(self._bound(claims=True)[0])
+        left = math.inf
+        if len(self._speeds) >= LEAST_MEASURED:
+            forecast = self._forecast
+            places = np.flatnonzero(self._available & ~forecast.host_hopeless)
+            speed = forecast.speed
+            sigmas = np.hypot(speed.sigmas[:, places], CLAIM_SIGMA)  # the best was measured once
+            ahead = Mixture(speed.weights, speed.means[:, places] - best, sigmas, speed.trust)
+            left = math.expm1(speed_left(ahead, forecast.fits[places], self._group[places]))
         ruled_out = self.stopped is not None and self.stopped.reason is StopReason.ALL_TRIED
-        return Confidence(left, len(self._answers), measured, bool(self._pool.open_mask.any()) and not ruled_out)
-
-    def _bound(self, claims: bool = False) -> tuple[float, int | None]:
-        """Return the bound of the speed that is left, as a logarithm, and the place of the likeliest candidate above it.
-
-        Args:
-            claims: the bound is for the user. Candidates that are predicted not to fit count too, as far as measured peaks
-                leave a doubt, and so does the noise of the best speed.
-        """
-        forecast = self._model.forecast()
-        ahead, sigma = self._ahead(forecast)
-        sigma = np.hypot(sigma, self.knobs.unmeasured_sigma())
-        if (best := self._best_at) is not None:
-            for way in self.knobs.turns(best, self._available, forecast.logs):
-                ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
-        fits = forecast.may_fit if claims else np.where(forecast.hopeless, 0.0, forecast.fits)
-        places = np.flatnonzero(self._available & (fits > 0) & ~forecast.host_hopeless)
-        if not len(places):
-            return 0.0, None
-        ahead, fits = ahead[places], fits[places]
-        sigma = np.hypot(sigma[places], BEST_SIGMA if claims else 0.0)
-        left = speed_left(ahead, sigma, fits, self._groups.of[places])
-        return left, int(places[probability_above(left, ahead, sigma, fits).argmax()])
+        untried = bool(self._pool.open_mask.any()) and not ruled_out
+        return Confidence(left, len(self._tried), len(self._speeds), untried)
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
@@ -334,417 +295,155 @@ class Proposer:
             self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(LEAST_SHARE_SECONDS, left_seconds))
         if np.count_nonzero(self._available) == 1:  # no other trial needs the time
             self.trial_share_seconds = left_seconds
-        decision = self._decide(left_seconds)
+        decision = self._decide()
         if isinstance(decision, Stop) and self._pool.release_similar():
-            decision = self._decide(left_seconds)
+            decision = self._decide()
         self.stopped = decision if isinstance(decision, Stop) else None
         return None if isinstance(decision, Stop) else decision
 
-    def _decide(self, left_seconds: float) -> Proposal | Stop:
-        """Apply the rules in order, and return the first decision."""
+    def _decide(self) -> Proposal | Stop:
         if not self._available.any():
             return StopReason.ALL_TRIED.stop()
-        if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
-            return StopReason.NOTHING_BETTER.stop(count=self._proposed - self._improved_at)
-        self._proposed += 1
-        decision = Decision(self._worth, left_seconds)
-        for rule in self.rules:
-            if (decided := rule.decide(decision)) is not None:
-                self.decided_by = rule.name
-                return decided
-        return StopReason.ALL_TRIED.stop()
-
-    # -- rules, in their order ---------------------------------------------------------------------------------------
-
-    def _fallback_after_failures(self, decision: Decision) -> Proposal | Stop | None:
-        """Propose only fallback candidates after many failures without a fit."""
-        due = not self.speed and self._fallback.is_due and not self.exhaustive
-        return self._last_resort() if due else None
-
-    def _samplers_share(self, decision: Decision) -> Proposal | None:
-        """Give the sampler its share of the trials while the predictor is rejected."""
-        if self._sampler_is_due:
-            return self._advised()
-        self._in_a_row = 0
-        return None
-
-    def _fallback_without_a_fit(self, decision: Decision) -> Proposal | Stop | None:
-        """Propose fallback candidates if nothing has fitted and nothing is likely to, by predictions and earlier OOMs."""
-        return None if self.speed or decision.any_allowed else self._last_resort()
-
-    def _first_fit(self, decision: Decision) -> Proposal | None:
-        """Propose the best predicted candidate until one has fitted."""
-        return None if self.speed else Proposal(self.candidates[decision.best], "best predicted")
-
-    def _untried_level(self, decision: Decision) -> Proposal | None:
-        """Try every level of the first-order knobs before a measured group is refined."""
-        if self._is_worthwhile(decision) and not self._groups.measured[decision.best]:
-            return None
-        return self._unseen() or (self._memory_limit(decision) if self._model.predictor_rejected else None)
-
-    def _predicted_gain(self, decision: Decision) -> Proposal | None:
-        """Propose the most valuable candidate if it may gain enough, or if too few are measured to stop."""
-        if self._is_worthwhile(decision):
-            note = f"predicted gain {format_percent(math.expm1(decision.gain[decision.best]))}"
-        elif decision.any_allowed and len(self.speed) < LEAST_EVIDENCE:
-            note = f"no gain is predicted; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
-        else:
-            return None
-        return Proposal(self.candidates[decision.best], note)
-
-    def _memory_limit(self, decision: Decision) -> Proposal | None:
-        """Test the memory predictor with a candidate that is predicted not to fit.
-
-        The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
-        """
-        if self._bold_tries >= MOST_BOLD and not self._model.predictor_rejected:
-            return None
-        forecast = self._model.forecast()
-        most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
-        mask = self._available & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host_hopeless
-        mask &= self._is_no_slower(forecast)
-        if not mask.any():
-            return None
-        self._bold_tries += 1
-        nearest = int(np.where(mask, forecast.share, np.inf).argmin())
-        return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
-
-    def _second_opinion(self, decision: Decision) -> Proposal | None:
-        """Propose the candidate that the surrogate values most, before the predictor ends the search."""
-        if self._model.predictor_rejected or self._audited >= AUDITS:
-            return None
-        worth, gain = self._worth(self._model.forecast(rival=True))
-        best = int(worth.argmax())
-        if not gain[best] >= WORTHWHILE * self.tolerance or not np.isfinite(worth[best]):
-            return None
-        self._audited += 1
-        return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
-
-    def _untested_knob(self, decision: Decision) -> Proposal | None:
-        """Turn each knob of the best candidate once before the search ends early.
-
-        The cheapest turn comes first, and all together take at most CHECK_SHARE of the remaining budget.
-        """
-        if self._model.predictor_rejected or self.exhaustive:
-            return None
-        seconds, ways = self._trial_costs(), self._knob_turns()
-        if not ways:
-            return None
-        way = min(ways, key=lambda one: float(seconds[one.at]))
-        if not self._turns.allows(float(seconds[way.at]), decision.left_seconds):
-            return None
-        return Proposal(self.candidates[way.at], f"{way.knob} was not turned at the best")
-
-    def _doubtful_knob(self, decision: Decision) -> Proposal | None:
-        """Turn a knob of the best candidate whose predicted effects were so wrong that a turn may gain the tolerance."""
-        if self._model.predictor_rejected or self.exhaustive:
-            return None
-        gains = {way: self._turn_gain(way) for way in self._knob_turns()}
-        way = max(gains, key=gains.__getitem__, default=None)
-        if way is None or gains[way] < self.tolerance:
-            return None
-        missed = 100 * self.knobs.sigma(way.knob)
-        return Proposal(self.candidates[way.at], f"predicted effects of {way.knob} are wrong by {missed:.0f} %")
-
-    def _loose_bound(self, decision: Decision) -> Proposal | None:
-        """Measure the candidate that makes the bound of the speed left so high.
-
-        Its gain is unlikely, but large. All of them together take at most CHECK_SHARE of the remaining budget.
-        """
-        if not self.speed or self._model.predictor_rejected or self.exhaustive:
-            return None
-        left, at = self._bound()
-        if at is None or math.expm1(left) <= LOOSE_BOUND:
-            return None
-        if not self._doubts.allows(float(self._trial_costs()[at]), decision.left_seconds):
-            return None
-        return Proposal(self.candidates[at], f"up to {100 * math.expm1(left):.0f} % may be left")
-
-    def _sampler_goes_on(self, decision: Decision) -> Proposal | None:
-        """Leave the search to the sampler if the predictor is rejected, or if the search is exhaustive."""
-        goes_on = self._model.predictor_rejected or (self.exhaustive and decision.any_allowed)
-        return self._advised() if goes_on else None
-
-    def _small_gain(self, decision: Decision) -> Stop | None:
-        """Stop, because no earlier rule found an allowed candidate with enough predicted gain.
-
-        Without an allowed candidate, `_decide` stops with ALL_TRIED.
-        """
-        return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * self.tolerance) if decision.any_allowed else None
-
-    def _is_worthwhile(self, decision: Decision) -> bool:
-        return decision.any_allowed and bool(decision.gain[decision.best] >= WORTHWHILE * self.tolerance)
+        value, gain = self._values(self._forecast)
+        best = int(value.argmax())
+        any_allowed = bool(np.isfinite(value[best]))
+        if self._best is None:
+            gives_up = self._fallback.is_due and not self.exhaustive
+            if gives_up or not any_allowed:
+                return self._last_resort()
+            return Proposal(self.candidates[best], "best predicted")
+        if not any_allowed:
+            return self._insurance() or StopReason.ALL_TRIED.stop()
+        if gain[best] >= self._worthwhile:
+            return Proposal(self.candidates[best], f"expected gain {format_percent(math.expm1(gain[best]))}")
+        if len(self._speeds) < LEAST_EVIDENCE:
+            note = f"little gain is expected; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
+            return Proposal(self.candidates[best], note)
+        if insurance := self._insurance():
+            return insurance
+        if self.exhaustive:
+            rungs = self._available & np.isfinite(value) & (self._family == self._family[best])
+            return Proposal(self._lowest(rungs), "--exhaustive goes on")
+        return StopReason.SMALL_GAIN.stop(percent=100 * self._worthwhile)
 
     @property
-    def _best_at(self) -> int | None:
-        """Place of the fastest candidate; None if nothing was measured."""
-        return self._index.get(max(self.speed, key=self.speed.__getitem__)) if self.speed else None
+    def _worthwhile(self) -> float:
+        """Least expected gain of a trial, as a logarithm."""
+        return WORTHWHILE * self.tolerance
 
-    def _trial_costs(self) -> Floats:
-        """Return the seconds of measuring each candidate in a new engine, (n,)."""
-        step = self._model.forecast().step
-        return self._costs.measuring_seconds(step, self._accumulation) + self._costs.startup_seconds
+    def _insurance(self) -> Proposal | None:
+        """Return a candidate that is worthwhile if one of the two assumptions of the forecast is wrong.
 
-    def _knob_turns(self) -> list[KnobTurn]:
-        """Return the untested turns of single knobs at the best candidate that are believed to fit."""
-        if (best := self._best_at) is None:
-            return []
-        forecast = self._model.forecast()
-        believed = self._available & ~forecast.hopeless & ~forecast.host_hopeless & (forecast.fits > SURE)
-        return [way for way in self.knobs.turns(best, believed, forecast.logs) if not way.settled]
-
-    def _turn_gain(self, way: KnobTurn) -> float:
-        """Return the expected gain of a turn at the best candidate, by the record of predicted effects."""
-        best, forecast = self._best_at, self._model.forecast()
+        The assumptions are that the predictor explains the speeds, and that a candidate does not fit which is predicted to
+        miss the memory by little. Either is tested INSURED_TRIALS times after each gain.
+        """
+        best, forecast = self._best, self._forecast
         assert best is not None
-        mean, sigma = self.knobs.effect(best, way, forecast.logs)
-        return float(expected_gain(np.array([mean]), np.array([sigma]))[0] * forecast.fits[way.at])
-
-    # -- what the rules propose --------------------------------------------------------------------------------------
-
-    @property
-    def _is_stale(self) -> bool:
-        """True after so many trials without improvement that the search stops if the predictor is rejected."""
-        return bool(self.speed) and self._proposed - self._improved_at >= max(STALE, 2 * self._improved_at)
-
-    @property
-    def _sampler_is_due(self) -> bool:
-        """True if the sampler is below its share: half of all trials while the predictor is rejected.
-
-        The sampler catches up with at most CATCH_UP trials in a row.
-        """
-        if not self._model.predictor_rejected or self._proposed <= HEAD:
-            return False
-        return 2 * self._sampled < self._proposed and self._in_a_row < CATCH_UP
-
-    def _is_no_slower(self, forecast: Forecast) -> Flags:
-        """Return which candidates may be as fast as the best one, within DOUBTLESS_SIGMAS, (n,)."""
-        return np.asarray(forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values())))
-
-    def _unseen(self) -> Proposal | None:
-        """Return the most promising candidate with an untried level of a first-order knob.
-
-        Returns:
-            None if every level was tried, is predicted not to fit, or is predicted to be far slower than the best.
-        """
-        forecast = self._model.forecast()
-        mask = (
-            self._available
-            & self._coverage.uncovered()
-            & ~forecast.hopeless
-            & ~forecast.host_hopeless
-            & (forecast.fits > 0.5)
-        )
-        mask &= self._is_no_slower(forecast)
-        if not mask.any():
-            return None
-        mask &= ~self._too_long(forecast, mask)
-        worth, gain = self._worth(forecast)
-        promise = worth
-        if gain[mask].max() < WORTHWHILE * self.tolerance or not np.isfinite(worth[mask]).any():
-            promise = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
-        promise = np.where(mask, promise, -np.inf)
-        return Proposal(self.candidates[int(promise.argmax())], "a level not seen before")
-
-    def _last_resort(self) -> Proposal | Stop:
-        """Return the fallback candidate with the lowest memory.
-
-        The fallback applies after many failures, or if no candidate has fitted or is likely to fit.
-        """
-        forecast = self._model.forecast()
-        need = np.maximum(forecast.share, forecast.host_share)
-        at = self._fallback.next(self._available, need, believed=not self._model.memory.predictor_rejected)
-        if at is None:
-            return self._fallback.stop()
-        why = "has fitted" if self._fallback.is_due else "is likely to fit"
-        return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
+        alone = self._forecast_of_measurements.speed.expected_gain(best) * forecast.fits
+        near = (forecast.fits < 0.5) & (np.exp(forecast.peak.mean) < (1 + MISSED_SHARE) * self._limit_bytes)
+        larger = np.where(near, forecast.speed.expected_gain(best), 0.0)
+        for name, gain in ("by measurements alone", alone), ("if it fits, against the prediction", larger):
+            allowed = np.where(self._available & ~forecast.host_hopeless, gain, 0.0)
+            at = int(allowed.argmax())
+            if self._insured[name] < INSURED_TRIALS and allowed[at] >= self._worthwhile:
+                self._insured[name] += 1
+                return Proposal(self.candidates[at], f"expected gain {format_percent(math.expm1(gain[at]))} {name}")
+        return None
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """Return the next candidate for the engine that measured `current`; None if another engine is worth more.
 
         Micro-batches ascend, because memory that the allocator keeps from a larger one would count for a smaller one.
         """
-        proposal = self._rung(current)
-        self._proposed += proposal is not None
-        return proposal
-
-    def _rung(self, current: Candidate) -> Proposal | None:
         at = self._index.get(current)
         if at is None:
             return None
-        mine = self._family == self._family[at]
-        mine &= (self._micro_batch > current.micro_batch) | (
-            (self._micro_batch == current.micro_batch) & (self._accumulation > current.accumulation)
+        larger = self._micro_batch > current.micro_batch
+        longer = (self._micro_batch == current.micro_batch) & (self._accumulation > current.accumulation)
+        rungs = (self._family == self._family[at]) & (larger | longer) & self._available
+        if not rungs.any() or self._best is None:
+            return None
+        value, gain = self._values(self._forecast, alive=rungs)
+        of_rungs = np.where(rungs, value, -np.inf)
+        best = int(of_rungs.argmax())
+        if not np.isfinite(of_rungs[best]):
+            return None
+        if self.exhaustive and gain[value.argmax()] < self._worthwhile:
+            return Proposal(self._lowest(np.isfinite(of_rungs)), "--exhaustive goes on in the same engine")
+        if gain[best] < self._worthwhile or of_rungs[best] < value.max():
+            return None
+        return Proposal(
+            self.candidates[best], f"same engine, expected gain {format_percent(math.expm1(gain[best]))}"
         )
-        if not (mine & self._available).any():
-            return None
-        if self.exhaustive and not self._ran_out.total() and len(self.speed) >= MEMORY_END_AFTER:
-            higher = self._available & mine & (self._micro_batch > current.micro_batch)
-            if higher.any():  # one OOM calibrates all predicted peaks
-                return Proposal(self._lowest(higher), "looks for where memory ends")
-        if self._model.predictor_rejected and self._sampler_is_due and not self.exhaustive:
-            return None
-        worth, gain = self._worth(alive=mine)
-        rungs = np.where(mine, worth, -np.inf)
-        best = int(rungs.argmax())
-        if not np.isfinite(rungs[best]):
-            return None
-        if self.exhaustive and gain[worth.argmax()] < WORTHWHILE * self.tolerance:
-            rung = self._lowest(np.isfinite(rungs))
-            return Proposal(rung, "next rung of the ladder")
-        if gain[best] < WORTHWHILE * self.tolerance or rungs[best] < worth.max():
-            return None
-        return Proposal(self.candidates[best], f"same engine, predicted gain {format_percent(math.expm1(gain[best]))}")
+
+    def _lowest(self, among: Flags) -> Candidate:
+        rungs = [self.candidates[i] for i in np.flatnonzero(among)]
+        return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
+
+    def _last_resort(self) -> Proposal | Stop:
+        """Return the fallback candidate with the lowest memory.
+
+        The fallback applies after many failures, or if no candidate has fitted or is likely to fit.
+        """
+        forecast = self._forecast
+        need = np.exp(forecast.peak.mean) / self.hardware.capacity_bytes
+        at = self._fallback.next(self._available, need, believed=forecast.peak.trust > 0.5)
+        if at is None:
+            return self._fallback.stop()
+        why = "has fitted" if self._fallback.is_due else "is likely to fit"
+        return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Return the candidate's time limit in seconds, from its size and earlier trials."""
         at = self._index.get(candidate)
-        forecast = self._model.forecast()
-        step = float(forecast.step[at] * np.exp(2 * forecast.sigma[at])) if at is not None else 10.0
-        return self._costs.limit_seconds(candidate, step, self.patience(candidate))
+        step_seconds = 10.0
+        if at is not None:
+            step_seconds = float(self._forecast.step_seconds[at] * np.exp(2 * self._forecast.speed.sigma[at]))
+        return self._costs.limit_seconds(candidate, step_seconds, self.patience(candidate))
 
-    def _worth(self, forecast: Forecast | None = None, alive: Flags | None = None) -> tuple[Floats, Floats]:
+    def _values(self, forecast: Forecast, alive: Flags | None = None) -> tuple[Floats, Floats]:
         """Return (gain per second, gain) of measuring each candidate, both (n,).
 
         The gain is the expected improvement of log samples per second over the best, times the probability of fitting.
         The first array is -inf for excluded candidates.
 
         Args:
-            forecast: predictions; None takes the current ones.
             alive: candidates that the running engine can measure without a new start.
         """
-        forecast = forecast or self._model.forecast()
-        barred = ~self._available | forecast.hopeless | forecast.host_hopeless
-        startup = np.where(False if alive is None else alive, 0.0, self._costs.startup_seconds)
-        seconds = self._costs.measuring_seconds(forecast.step, self._accumulation) + startup
-        barred |= self._too_long(forecast, ~barred)
-        if not self.exhaustive:
-            barred |= ~self._groups.fitted & (forecast.fits < self._least_chance)
-        if not self.speed:
+        best = self._best
+        excluded = ~self._available | forecast.host_hopeless
+        if best is None:
+            excluded |= forecast.hopeless
+        excluded |= self._too_long(forecast, ~excluded)
+        if best is None:
             # the first trial should fit, because it calibrates all predictions
-            gain = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
-            return np.where(barred, -np.inf, gain), gain
-        ahead, sigma = self._ahead(forecast)
-        gain = expected_gain(ahead, sigma) * forecast.fits
-        return np.where(barred, -np.inf, gain / seconds), gain
-
-    @property
-    def _least_chance(self) -> float:
-        """Least probability of fitting of a proposal, which grows with the OOMs that the model in use did not expect.
-
-        An OOM that the model expected, such as that of a candidate of the sampler, says nothing against its probabilities.
-        """
-        return min(MOST_CAUTIOUS, RISK_STEP * self._ran_out[self._model.memory.predictor_rejected])
+            gain = forecast.speed.mean + FIRST_FIT * np.log(np.maximum(forecast.fits, 1e-9))
+            return np.where(excluded, -np.inf, gain), gain
+        startup = np.full(len(self.candidates), self._costs.startup_seconds)
+        if alive is not None:
+            startup[alive] = 0.0
+        seconds = self._costs.measuring_seconds(forecast.step_seconds, self._accumulation) + startup
+        gain = forecast.speed.expected_gain(best) * forecast.fits
+        return np.where(excluded, -np.inf, gain / seconds), gain
 
     def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:
         """Return which candidates take too long for one of the first trials, (n,); never all of the allowed ones.
 
         The upper end of each prediction counts, because few trials have calibrated it yet.
         """
-        if len(self.speed) >= FIRST_TRIALS or not allowed.any():
+        if len(self._speeds) >= FIRST_TRIALS or not allowed.any():
             return np.zeros_like(allowed)
-        longest = self._costs.measuring_seconds(forecast.step * np.exp(forecast.sigma), self._accumulation)
-        most = self.trial_share_seconds - (self._costs.startup_seconds if self._costs.started else 0.0)
+        slow_step = forecast.step_seconds * np.exp(forecast.speed.sigma)
+        longest = self._costs.measuring_seconds(slow_step, self._accumulation)
+        most = self.trial_share_seconds
+        if self._costs.started:
+            most -= self._costs.startup_seconds
         return np.asarray(longest > max(most, ALIKE_SECONDS * float(longest[allowed].min())))
 
-    def _ahead(self, forecast: Forecast) -> tuple[Floats, Floats]:
-        """Return the predicted log speed of each candidate over the best one, and its standard deviation, (n,) each."""
-        best = math.log(max(self.speed.values()))
-        # only second-order knobs are left in a measured group
-        seen, reach = self._groups.measured, self._groups.reach
-        logs = np.where(seen, np.minimum(forecast.logs, self._groups.ceiling), forecast.logs)
-        sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
-        return logs - best, np.hypot(sigma, self._unknown_overhead())
 
-    def _unknown_overhead(self) -> Floats:
-        """Return the standard deviation of each log speed by what a script does once per micro-batch, (n,).
-
-        No prediction knows this time before two micro-batch sizes are measured. A larger micro-batch can gain by it.
-        """
-        if self.job.script is None or len(self._sizes) != 1:
-            return np.zeros(len(self.candidates))
-        (size,) = self._sizes
-        return np.asarray(OVERHEAD_SIGMA * np.log(np.maximum(self._micro_batch / size, 1.0)))
-
-    @functools.cached_property
-    def _sampler(self) -> Sampler:
-        return Sampler(self.candidates, self.space, self._seed, self._answers)
-
-    def _advised(self) -> Proposal:
-        """Return the sampler's choice among the open candidates.
-
-        Unless the predictor is rejected, the choice is limited to candidates that are predicted to fit, if there are
-        any.
-        """
-        allowed = self._available.copy()
-        if not self._model.predictor_rejected:
-            forecast = self._model.forecast()
-            fitting = allowed & (forecast.fits > 0.5) & ~forecast.host_hopeless
-            allowed = fitting if fitting.any() else allowed
-        self._sampled += 1
-        self._in_a_row += 1
-        at = self._sampler.next(allowed, self._pool.too_large, self._pool.running)
-        candidate = self.candidates[at]
-        if self.exhaustive:  # one start measures every rung of that engine
-            candidate = self._lowest(allowed & (self._family == self._family[at]))
-        return Proposal(candidate, "Optuna's sampler")
-
-    def _lowest(self, among: Flags) -> Candidate:
-        rungs = [self.candidates[i] for i in np.flatnonzero(among)]
-        return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
-
-
-# -- decisions ---------------------------------------------------------------------------------------------------------
-
-SURE = 0.5  # least probability of fitting of a turn of a knob
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Candidate to measure, and the reason."""
-
-    candidate: Candidate
-    note: str
-
-
-class Decision:
-    """One decision of the proposer. Values are computed when a rule first needs them."""
-
-    def __init__(self, worth: Callable[[], tuple[Floats, Floats]], left_seconds: float = math.inf) -> None:
-        self._compute, self.left_seconds = worth, left_seconds
-
-    @functools.cached_property
-    def _values(self) -> tuple[Floats, Floats]:
-        return self._compute()
-
-    @property
-    def gain(self) -> Floats:
-        """Expected gain of measuring each candidate, as a logarithm, (n,)."""
-        return self._values[1]
-
-    @functools.cached_property
-    def any_allowed(self) -> bool:
-        """True if predictions exclude not all open candidates."""
-        return bool(np.isfinite(self._values[0]).any())
-
-    @functools.cached_property
-    def best(self) -> int:
-        """Place of the candidate with the highest gain per second."""
-        return int(self._values[0].argmax())
-
-
-class CheckBudget:
-    """Predicted seconds that one kind of check has used of CHECK_SHARE of the remaining budget."""
-
-    def __init__(self) -> None:
-        self._used_seconds = 0.0
-
-    def allows(self, seconds: float, left_seconds: float) -> bool:
-        """Return True if another check of so many seconds is within the share, and count it."""
-        if self._used_seconds + seconds > CHECK_SHARE * (left_seconds + self._used_seconds):
-            return False
-        self._used_seconds += seconds
-        return True
+def first_order_key(candidate: Candidate) -> tuple[object, ...]:
+    """Return the first-order settings of a candidate."""
+    return tuple(candidate.get(name) for name in FIRST_ORDER)
 
 
 # -- fallback schedule -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.predict.features import Floats
-from autotune.search.surrogate import normal_cdf
+from autotune.search.belief import Mixture
 from autotune.util.units import counted
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
@@ -117,24 +117,23 @@ class Confidence:
         )
 
 
-def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.intp]) -> float:
+def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:
     """Return the bound that the best untried candidate exceeds with a probability of 1 - PROBABILITY, as a logarithm.
 
     Errors are taken as equal within a group and as independent between groups.
 
     Args:
-        ahead: (n,) predicted logarithm of speed over the best measured candidate.
-        sigma: (n,) standard deviation of `ahead`.
+        ahead: logarithm of speed over the best measured candidate, for n candidates.
         fits: (n,) probability that the candidate fits.
         groups: (n,) group of each candidate.
     """
-    if not len(ahead):
+    if not len(fits):
         return 0.0
     _, groups = np.unique(groups, return_inverse=True)
 
     def probability_below(left: float) -> float:
         worst = np.zeros(groups.max() + 1)
-        np.maximum.at(worst, groups, probability_above(left, ahead, sigma, fits))
+        np.maximum.at(worst, groups, fits * (1 - ahead.probability_below(left)))
         return float(np.prod(1 - worst))
 
     low, high = 0.0, _MOST_LEFT
@@ -144,8 +143,3 @@ def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.in
         middle = 0.5 * (low + high)
         low, high = (low, middle) if probability_below(middle) >= PROBABILITY else (middle, high)
     return high
-
-
-def probability_above(left: float, ahead: Floats, sigma: Floats, fits: Floats) -> Floats:
-    """Return the probability that each candidate fits and gains more than `left`, a logarithm of speed, (n,)."""
-    return np.asarray(fits * (1 - normal_cdf((left - ahead) / sigma)))

@@ -33,6 +33,7 @@ from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.rank.ds_config import why_no_reference
 from autotune.script.profile import own_candidate
+from autotune.search.belief import HOPELESS_SIGMAS
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
@@ -47,7 +48,6 @@ from autotune.search.leaderboard import (
 from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
 from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
-from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
 from autotune.util.units import counted, format_bytes, format_duration
 
@@ -343,10 +343,9 @@ class TrialRecorder:
         fixable = fixable_trial_numbers(self.store, known)
         self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
         begins = [first for first, _ in first_of_calls([record for record, _ in known])]
-        for left, first, (record, outcome) in zip(range(len(known), 0, -1), begins, known, strict=True):
+        for first, (record, outcome) in zip(begins, known, strict=True):
             if first:
                 self.begin_call()
-            self.proposer.expect(left)
             self.peers.known.add(record.number)
             if record.role == SEARCH:
                 self.budget.note(record.candidate, outcome, SEARCH)  # such as the start of a script's probe run
@@ -727,9 +726,8 @@ def apply_verification_result(
     """
     why = leaderboard.why_not(candidate)
     if not why:
-        if leaderboard.pace != 1:
-            proposer.set_pace(leaderboard.pace)
-        proposer.finish_search(candidate, leaderboard.verified[candidate][1].samples_per_second)
+        mean = dataclasses.replace(outcome, measurement=leaderboard.verified[candidate][1])
+        proposer.observe(candidate, mean, verified=True)
     if why in ("", NOT_VERIFIED):
         return
     leaderboard.reject(candidate, why)
@@ -745,7 +743,7 @@ def apply_verification_result(
         leaderboard.deprioritize(proposer.also_too_large(candidate, outcome.kind))
     if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
         leaderboard.deprioritize_stage(candidate.stage, share * allocated_bytes(searched[1]))
-    for other in filter(leaderboard.is_deprioritized, list(proposer.speed)):
+    for other in filter(leaderboard.is_deprioritized, leaderboard.measured):
         proposer.drop_from_best(other)
 
 

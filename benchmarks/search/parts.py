@@ -15,7 +15,7 @@ from autotune.predict.zero_memory import SUMS, TABLES
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
-from autotune.search.proposer import Proposal, Proposer
+from autotune.search.proposer import Proposer
 from autotune.util.units import GIB
 from benchmarks.search.replay import ReplayExecutor, ReplaySession
 
@@ -144,21 +144,16 @@ class WithoutLadder(Proposer):
 class WithoutDominance(Proposer):
     """What ran out of memory says nothing of other candidates but through the predictor."""
 
-    def observe(self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False) -> None:
+    def observe(
+        self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False, verified: bool = False
+    ) -> None:
         before = self._pool.open_mask.copy()
-        super().observe(candidate, outcome, outdated=outdated)
+        super().observe(candidate, outcome, outdated=outdated, verified=verified)
         self._pool.open_mask[:] = before
         self._pool.device_too_large[:] = False
         self._pool.host_too_large[:] = False
         if outcome.kind.is_attributable_to_candidate and not outdated:
             self._pool.close(candidate)
-
-
-class WithoutSampler(Proposer):
-    """The model alone, even where measurements refute the predictor."""
-
-    def _advised(self) -> Proposal:
-        return Proposal(self.candidates[int(self._worth()[0].argmax())], "best predicted")
 
 
 class WithoutEarlyEnd(ReplayExecutor):
@@ -192,7 +187,6 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
     "no-predictor": (Ignorant, Proposer),
     "no-ladder": (Predictor, WithoutLadder),
     "no-dominance": (Predictor, WithoutDominance),
-    "no-sampler": (Predictor, WithoutSampler),
     "no-early-end": (Predictor, Proposer),
     **{name: (predictor, Proposer) for name, predictor in (MISLED | WRONG).items()},
 }

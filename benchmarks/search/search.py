@@ -15,6 +15,7 @@ follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, fi
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -32,6 +33,7 @@ from unittest import mock
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
+import numpy as np
 import optuna
 
 from autotune.executors.base import SEARCH, MeasureSpec
@@ -40,7 +42,7 @@ from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.search.knob_record import EFFECT_SIGMA
+from autotune.search.belief import EFFECT_SIGMA
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
@@ -73,7 +75,7 @@ def autotune(
     predictor = make_predictor(job, hardware, trace)
     candidates = sorted(replay_table.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = make_proposer(candidates, space, seed, predictor, effect_sigmas=effect_sigmas)
+    proposer = make_proposer(candidates, space, predictor, effect_sigmas=effect_sigmas)
     began = time.perf_counter()
     bounds: dict[str, tuple[float, float]] = {}
 
@@ -83,12 +85,12 @@ def autotune(
         The last call at a stop counts, which comes after the search has learned that trial.
         """
         if (trials := len(executor.log.trials)) in STOPS:
-            note_bound(bounds, str(trials), proposer, executor)
+            note_bound(bounds, str(trials), tuner, executor)
         return until_found and "trials98" in judge(replay_table, executor, budget)
 
     tuner = Tuner(store, executor, proposer, budget_seconds=budget, cancelled=ends)
     result = tuner.run()
-    note_bound(bounds, END, proposer, executor)
+    note_bound(bounds, END, tuner, executor)
     trials = max(1, len(executor.log.trials))
     return {
         **judge(replay_table, executor, budget),
@@ -96,25 +98,39 @@ def autotune(
         "ended": result.stop_sentence,
         "used": result.used_seconds,
         "bounds": bounds,
-        "effect_errors": dict(proposer.knobs.errors),
+        "effect_errors": effect_errors(replay_table, predictor),
         "sequence": sequence(executor),
     }
 
 
-def note_bound(bounds: dict[str, tuple[float, float]], stop: str, proposer: Proposer, executor: ReplayExecutor) -> None:
+def note_bound(bounds: dict[str, tuple[float, float]], stop: str, tuner: Tuner, executor: ReplayExecutor) -> None:
     """Note the bound of untried candidates' speed that a search claims now, and that speed by the table, as shares.
 
     A bound of more than twice the speed is none: its sentence claims nothing.
     """
-    confidence, replay_table = proposer.confidence(), executor.replay_table
+    confidence, replay_table = tuner.proposer.confidence(), executor.replay_table
+    best = tuner.leaderboard.best
     bounds.pop(stop, None)
-    if confidence is None or confidence.left_share > 1:
+    if confidence is None or best is None or confidence.left_share > 1:
         return
-    best = max(proposer.speed, key=proposer.speed.__getitem__)
     tried = {candidate for _, candidate, _ in executor.log.trials}
     untried = [one for one, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and one not in tried]
     least = min(map(replay_table.seconds_per_sample, untried), default=math.inf)
     bounds[stop] = (confidence.left_share, replay_table.seconds_per_sample(best) / least - 1)
+
+
+def effect_errors(replay_table: ReplayTable, predictor: Predictor) -> dict[str, list[float]]:
+    """Recorded minus predicted effects of single knobs on the log speed, over all pairs of the table, by knob."""
+    ran = [one for one, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+    predicted = np.log(predictor.table(ran).samples)
+    recorded = -np.log([replay_table.seconds_per_sample(one) for one in ran])
+    errors: dict[str, list[float]] = {}
+    for (i, one), (j, other) in itertools.combinations(enumerate(ran), 2):
+        knobs = {name for name, _ in set(one.knobs) ^ set(other.knobs)}
+        if len(knobs) == 1 and len(one.knobs) == len(other.knobs):
+            error = (recorded[j] - recorded[i]) - (predicted[j] - predicted[i])
+            errors.setdefault(knobs.pop(), []).append(float(error))
+    return errors
 
 
 def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:

@@ -1,0 +1,364 @@
+"""Belief about untried candidates: speed and peak memory, from the predictor and a study's measurements.
+
+Two explanations compete for each quantity, as a logarithm: the calibrated predictor with an error that similar candidates
+share, and the measurements alone. Either is a Gaussian process over the knobs (`KnobKernel`) with an unknown amplitude. The
+forecast averages all of them by their posterior probability (Hoeting et al., "Bayesian model averaging: a tutorial",
+Statistical Science 1999), so a predictor that measurements contradict loses its weight without a rule that rejects it.
+
+`benchmarks/search/search.py` shows the effect of each constant, on recorded tables and with predictors that are wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.predict.features import Flags, Floats
+from autotune.predict.predictor import Predictor, Table
+from autotune.predict.step_time import host_limit_bytes
+from autotune.predict.zero_memory import saved_bytes
+from autotune.problem.candidate import Candidate, Value
+from autotune.problem.knobs import FIRST_ORDER
+
+# -- knobs -------------------------------------------------------------------------------------------------------------
+
+# Standard deviation of measured minus predicted effects of turning one knob, as logarithms of speed. Source: all pairs of
+# measured candidates in searches of the recorded tables.
+EFFECT_SIGMA: Mapping[str, float] = {
+    "activation_checkpointing": 0.09,
+    "gradient_accumulation_steps": 0.08,
+    "offload_optimizer": 0.08,
+    "offload_param": 0.10,
+    "overlap_comm": 0.10,
+    "reduce_bucket_size": 0.06,
+    "train_micro_batch_size_per_gpu": 0.15,
+    "zero_stage": 0.12,
+}
+OTHER_SIGMA = 0.06  # of a knob that no recorded table has
+INTERACTION = 0.3  # variance of effects that depend on other knobs, as a share of the variance of all single effects
+ALIKE = 0.35  # correlation of such effects between two values of one knob
+_MISSING = -50.0  # stands for the logarithm of a size that a candidate lacks; far from all others
+
+
+class KnobKernel:
+    """Covariances between candidates of an error in the logarithm of a speed, at amplitude 1.
+
+    Each knob has an additive effect, and further effects depend on several knobs. Sizes of one knob are alike if their
+    ratio is small, and values of a choice are not.
+
+    Args:
+        sigmas: standard deviation of an effect, by knob.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], sigmas: Mapping[str, float] = EFFECT_SIGMA) -> None:
+        self._knobs = []
+        variance = [0.0, 0.0]
+        for name in sorted({name for candidate in candidates for name, _ in candidate.knobs}):
+            values = [candidate.get(name) for candidate in candidates]
+            if len(set(values)) == 1:
+                continue
+            knob = _Knob.of(name, values, sigmas.get(name, OTHER_SIGMA) ** 2)
+            variance[knob.order] += knob.variance
+            self._knobs.append(knob)
+        self._variance = variance
+        self._count = len(candidates)
+        self._columns: dict[int, Floats] = {}
+
+    @property
+    def variances(self) -> Floats:
+        """Return the variance of a candidate's error by first-order and by second-order knobs, (2,)."""
+        return (1 + INTERACTION) * np.array(self._variance)
+
+    def covariances(self, places: Sequence[int]) -> Floats:
+        """Return the covariances of all candidates with those at these places, (2, n, places), for either order."""
+        if not places:
+            return np.zeros((2, self._count, 0))
+        return np.stack([self._column(place) for place in places], axis=-1)
+
+    def _column(self, place: int) -> Floats:
+        if place not in self._columns:
+            single, joint = np.zeros((2, self._count)), np.ones((2, self._count))
+            for knob in self._knobs:
+                alike = knob.likeness(place)
+                single[knob.order] += knob.variance * alike
+                joint[knob.order] *= ALIKE + (1 - ALIKE) * alike
+            joint[1] *= joint[0]
+            self._columns[place] = single + INTERACTION * np.array(self._variance)[:, None] * joint
+        return self._columns[place]
+
+
+@dataclass(frozen=True)
+class _Knob:
+    order: int  # 0 for first-order knobs, 1 for others
+    is_size: bool
+    codes: Floats  # (n,) log2 of a size, or the number of a choice
+    variance: float
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[Value | None], variance: float) -> _Knob:
+        order = 0 if name in FIRST_ORDER else 1
+        given = [value for value in values if value is not None]
+        is_size = name != "zero_stage" and all(_is_number(value) for value in given)
+        if is_size:
+            logs = [_MISSING if value is None else math.log2(max(float(value), 1e-9)) for value in values]
+            return cls(order, True, np.array(logs), variance)
+        numbers: dict[str, float] = {}
+        codes = [numbers.setdefault(str(value), float(len(numbers))) for value in values]
+        return cls(order, False, np.array(codes), variance)
+
+    def likeness(self, place: int) -> Floats:
+        """Return the correlation of each candidate's effect of the knob with that at a place, (n,)."""
+        apart = np.abs(self.codes - self.codes[place])
+        if self.is_size:
+            return np.asarray(np.exp(-apart / 2))
+        return np.asarray(apart == 0, dtype=np.float64)
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- one quantity ------------------------------------------------------------------------------------------------------
+
+AMPLITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # factors on the standard deviations of effects
+SECOND_ORDER = (0.1, 0.3, 1.0)  # further factors on those of second-order knobs
+TRUSTED = 0.9  # prior probability of the predictor's explanation
+PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's log-normal prior, with a sigma of 1
+OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
+CALL_SIGMA = 0.1  # of the change of a machine's speed between two calls, as a logarithm
+MOST_POINTS = 128  # latest measurements; older ones add little information and much computation
+_LEAST_WEIGHT = 1e-4  # an explanation with less is left out
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Weighted normal distributions of the logarithm of one quantity, for n candidates."""
+
+    weights: Floats  # (explanations,)
+    means: Floats  # (explanations, n)
+    sigmas: Floats  # (explanations, n)
+    trust: float  # probability of the predictor's explanations
+
+    @property
+    def mean(self) -> Floats:
+        """Return the mean, (n,)."""
+        return np.asarray(self.weights @ self.means)
+
+    @property
+    def sigma(self) -> Floats:
+        """Return the standard deviation, (n,)."""
+        second = self.weights @ (self.sigmas**2 + self.means**2)
+        return np.asarray(np.sqrt(np.maximum(second - self.mean**2, 1e-12)))
+
+    def probability_below(self, limit: Floats | float) -> Floats:
+        """Return the probability of a value below `limit`, a logarithm, (n,)."""
+        return np.asarray(self.weights @ normal_cdf((limit - self.means) / self.sigmas))
+
+    def expected_gain(self, best: float) -> Floats:
+        """Return the expected improvement E[max(0, value - best)], (n,)."""
+        return np.asarray(self.weights @ expected_gain(self.means - best, self.sigmas))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A known value of one quantity."""
+
+    place: int  # of the candidate
+    value: float  # logarithm
+    sigma: float  # standard deviation of `value`
+    call: int = 0  # number of the call that measured it; 0 for the current one
+
+
+def explain(
+    kernel: KnobKernel, predicted: Floats, points: Sequence[Point], *, scale: float = 1.0, trusted: float = TRUSTED
+) -> Mixture:
+    """Return the belief about a quantity.
+
+    Args:
+        predicted: (n,) logarithms by the calibrated predictor.
+        points: known values.
+        scale: standard deviations of effects on this quantity, relative to those on speed.
+        trusted: prior probability of the predictor's explanation.
+    """
+    points = points[-MOST_POINTS:]
+    places = [point.place for point in points]
+    covariances = kernel.covariances(places)
+    values = np.array([point.value for point in points])
+    noise = np.diag([point.sigma**2 for point in points]) + _of_calls(points)
+    average = float(predicted.mean())
+    log_weights, means, sigmas, by_predictor = [], [], [], []
+    for alone, amplitude, second in itertools.product((False, True), AMPLITUDES, SECOND_ORDER):
+        prior_mean = np.full_like(predicted, average) if alone else predicted
+        shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
+        offset = UNKNOWN_SIGMA**2 if alone else (OFFSET_SIGMA * scale) ** 2
+        log_weight = math.log(1 - trusted) if alone else math.log(trusted)
+        usual = ALONE_AMPLITUDE if alone else PREDICTOR_AMPLITUDE
+        log_weight -= 0.5 * (math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2)
+        variance = float(shares @ kernel.variances) + offset
+        to_points = np.einsum("o,onm->nm", shares, covariances) + offset
+        factor = np.linalg.cholesky(to_points[places] + noise + 1e-9 * np.eye(len(points)))
+        residual = np.linalg.solve(factor, values - prior_mean[places])
+        known = np.linalg.solve(factor, to_points.T)
+        log_weights.append(log_weight - 0.5 * float(residual @ residual) - float(np.log(factor.diagonal()).sum()))
+        by_predictor.append(not alone)
+        means.append(prior_mean + residual @ known)
+        sigmas.append(np.sqrt(np.maximum(variance - (known**2).sum(0), 1e-6)))
+    weights = np.exp(np.array(log_weights) - max(log_weights))
+    weights /= weights.sum()
+    trust = float(weights[by_predictor].sum())
+    kept = weights > _LEAST_WEIGHT
+    return Mixture(weights[kept] / weights[kept].sum(), np.array(means)[kept], np.array(sigmas)[kept], trust)
+
+
+def _of_calls(points: Sequence[Point]) -> Floats:
+    """Return covariances of measurements by the speed of the machine in an earlier call, (points, points)."""
+    calls = np.array([point.call for point in points])
+    same = (calls[:, None] == calls[None, :]) & (calls[:, None] != 0)
+    return np.asarray(CALL_SIGMA**2 * same)
+
+
+def above(lower_bound: float, mean: float, sigma: float, place: int) -> Point:
+    """Return the point that stands for a value of which only a lower bound is known, such as the need after an OOM.
+
+    Its value is the mean of the normal distribution of the belief, cut at the bound.
+    """
+    z = min((lower_bound - mean) / sigma, _MOST_SIGMAS)
+    hazard = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) / (0.5 * math.erfc(z / math.sqrt(2)))
+    return Point(place, max(lower_bound, mean + sigma * hazard), _BOUND_SIGMA)
+
+
+_MOST_SIGMAS = 6.0  # beyond them the bound itself is the value
+_BOUND_SIGMA = 0.03
+
+# -- all quantities ----------------------------------------------------------------------------------------------------
+
+REPEAT_SPEED, REPEAT_PEAK = 0.02, 0.01  # standard deviation of a logarithm between two measurements
+PEAK_SCALE = 0.5  # errors of predicted peaks, relative to those of speeds
+HOPELESS_SIGMAS = 2.5  # a candidate whose peak is believed to exceed its limit by this many sigmas is not tried
+MOST_OF_HOST = 1.1  # share of the free host memory by the memory estimate; candidates above it are not tried
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Belief about all candidates; every array has shape (n,) in candidate order."""
+
+    speed: Mixture  # log of samples per second
+    peak: Mixture  # log of a rank's peak in bytes
+    step_seconds: Floats
+    fits: Floats  # probability that the peak stays under the ceiling, on device and host
+    hopeless: Flags  # too unlikely to fit on the device
+    host_hopeless: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
+
+    @property
+    def excluded(self) -> Flags:
+        """Return which candidates are too unlikely to fit, (n,)."""
+        return self.hopeless | self.host_hopeless
+
+
+class Belief:
+    """Forecasts for the candidates of a study.
+
+    Args:
+        predictor: calibrated by the study's outcomes (`Predictor.observe`).
+        effect_sigmas: standard deviations of knobs' effects.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        candidates: Sequence[Candidate],
+        effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
+    ) -> None:
+        self.predictor, self.hardware = predictor, predictor.hardware
+        self._prepared = predictor.prepare(candidates)
+        self._kernel = KnobKernel(candidates, effect_sigmas)
+        self._saved_bytes = saved_bytes(predictor.job, predictor.trace, self._prepared.columns)
+
+    @property
+    def host_bytes(self) -> Floats | None:
+        """Return the host memory of each candidate by the memory estimate, (n,) bytes; None if host and device are one."""
+        return self._prepared.memory.host if self.hardware.device == "cuda" else None
+
+    def table(self) -> Table:
+        """Return the predictor's table, corrected by all observations."""
+        table = self.predictor.prepared_table(self._prepared)
+        # an inaccurate predictor may correct a peak to less than zero
+        needed = np.nan_to_num(table.needed, nan=float(self.hardware.ceiling_bytes))
+        return dataclasses.replace(table, needed=np.maximum(needed, 1.0))
+
+    def forecast(
+        self,
+        speeds: Sequence[Point],
+        peaks: Sequence[Point],
+        ooms: Mapping[int, float],
+        limit_bytes: Floats,
+        *,
+        host_ran_out: bool = False,
+        trusted: float = TRUSTED,
+    ) -> Forecast:
+        """Return the belief after these measurements.
+
+        Args:
+            speeds: logarithms of samples per second.
+            peaks: logarithms of a rank's peak in bytes.
+            ooms: log of the least bytes that were needed, by place of a candidate with a device OOM.
+            limit_bytes: (n,) bytes that each candidate may use.
+            host_ran_out: the study has had a host OOM, so the memory estimate of the host is doubted.
+            trusted: prior probability that the predictor explains speeds better than measurements alone.
+        """
+        table = self.table()
+        log_samples = np.log(table.samples)
+        speed = explain(self._kernel, log_samples, speeds, trusted=trusted)
+        log_needed = np.log(table.needed)
+        peak = explain(self._kernel, log_needed, peaks, scale=PEAK_SCALE)
+        if ooms:
+            mean, sigma = peak.mean, peak.sigma
+            bounds = [above(least, float(mean[at]), float(sigma[at]), at) for at, least in ooms.items()]
+            peak = explain(self._kernel, log_needed, [*peaks, *bounds], scale=PEAK_SCALE)
+        fits = peak.probability_below(np.log(limit_bytes))
+        hopeless = fits < normal_cdf(-HOPELESS_SIGMAS)
+        host_share = self._host_share(table.host_bytes * self.predictor.job.ranks / self.hardware.nodes)
+        if host_ran_out:  # before the first host OOM the memory estimate is used without an interval
+            fits = fits * normal_cdf(-np.log(np.maximum(host_share, 1e-9)) / self.predictor.host_sigma)
+        step_seconds = table.step * np.exp(log_samples - speed.mean)
+        return Forecast(speed, peak, step_seconds, fits, hopeless, host_share > MOST_OF_HOST)
+
+    def _host_share(self, kept: Floats) -> Floats:
+        """Return the predicted host memory of each candidate, as a share of what a node has, (n,).
+
+        Two limits apply, and the larger share counts:
+
+        - The memory that ranks keep is compared with the host's memory minus a reserve for their processes.
+        - While the first rank saves the weights in verification, kept and saved bytes are compared with all of the
+          host's memory. The reserve is an estimate (2 GiB per rank) and must not exclude a save.
+
+        Args:
+            kept: (n,) bytes that a node's ranks keep in host memory.
+        """
+        if self.hardware.device != "cuda":
+            return np.zeros(len(kept))
+        saving = (kept + self._saved_bytes) / max(1, self.hardware.host_memory_bytes)
+        return np.asarray(np.maximum(kept / max(1.0, host_limit_bytes(self.hardware)), saving))
+
+
+# -- normal distribution -----------------------------------------------------------------------------------------------
+
+
+def expected_gain(ahead: Floats, sigma: Floats) -> Floats:
+    """Return the expected improvement E[max(0, X)] of X ~ N(ahead, sigma)."""
+    z = ahead / sigma
+    return np.asarray(sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)))
+
+
+def normal_cdf(z: Floats | float) -> Floats:
+    """Return the standard normal distribution function, interpolated with an error of at most 1e-5."""
+    return np.asarray(np.interp(z, _GRID, _CDF))
+
+
+_GRID = np.linspace(-8, 8, 2001)
+_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in _GRID])
