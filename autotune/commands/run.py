@@ -358,12 +358,7 @@ def _search(
     workers: SearchWorkers,
 ) -> SearchSummary:
     proposer = Proposer(
-        list(setup.candidates),
-        setup.space,
-        setup.request.seed,
-        predictor,
-        tolerance=setup.tolerance,
-        exhaustive=setup.request.exhaustive,
+        list(setup.candidates), setup.space, predictor, tolerance=setup.tolerance, exhaustive=setup.request.exhaustive
     )
     tuner = Tuner(
         store,

@@ -118,7 +118,6 @@ class Predictor:
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
-        self._earlier: dict[Candidate, Outcome] = {}  # outcomes of earlier calls, at their pace
         self._too_slow: dict[Candidate, float] = {}  # lower bounds of steps in seconds
         self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
         # logarithm of the factor on the estimate
@@ -136,7 +135,6 @@ class Predictor:
         """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
             _keep_latest(self._seen, candidate, outcome)
-            self._earlier.pop(candidate, None)
             self._stale = True
         if outcome.least_step_seconds is not None:
             self._too_slow[candidate] = outcome.least_step_seconds
@@ -145,18 +143,6 @@ class Predictor:
         if ran and candidate.offloaded:
             _keep_latest(self._host_seen, candidate, outcome)
             self._stale = True
-
-    def begin_call(self) -> None:
-        """Start a call. All outcomes so far are those of earlier calls."""
-        self._earlier = dict(self._seen)
-
-    def set_pace(self, pace: float) -> None:
-        """Divide the step times of earlier calls by `pace`, the speed of this call relative to theirs."""
-        for candidate, outcome in self._earlier.items():
-            if candidate in self._seen and (measured := outcome.measurement):
-                scaled = dataclasses.replace(measured, step_seconds=measured.step_seconds / pace)
-                self._seen[candidate] = dataclasses.replace(outcome, measurement=scaled)
-        self._stale = True
 
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
         """Adopt the posteriors of predictors for other jobs on similar machines. `observe` would start from the priors.

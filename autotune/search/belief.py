@@ -130,7 +130,7 @@ SECOND_ORDER = (0.1, 0.3, 1.0)  # further factors on those of second-order knobs
 TRUSTED = 0.9  # prior probability of the predictor's explanation
 PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's log-normal prior, with a sigma of 1
 OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
-CALL_SIGMA = 0.1  # of the change of a machine's speed between two calls, as a logarithm
+CALL_SIGMA = 0.3  # of the change of a machine's speed between two calls, as a logarithm
 MOST_POINTS = 128  # latest measurements; older ones add little information and much computation
 _LEAST_WEIGHT = 1e-4  # an explanation with less is left out
 
@@ -183,7 +183,7 @@ def explain(
         predicted: (n,) logarithms by the calibrated predictor.
         points: known values.
         scale: standard deviations of effects on this quantity, relative to those on speed.
-        trusted: prior probability of the predictor's explanation.
+        trusted: prior probability of the predictor's explanation; 1 leaves the measurements alone out.
     """
     points = points[-MOST_POINTS:]
     places = [point.place for point in points]
@@ -192,7 +192,8 @@ def explain(
     noise = np.diag([point.sigma**2 for point in points]) + _of_calls(points)
     average = float(predicted.mean())
     log_weights, means, sigmas, by_predictor = [], [], [], []
-    for alone, amplitude, second in itertools.product((False, True), AMPLITUDES, SECOND_ORDER):
+    explanations = (False,) if trusted == 1 else (False, True)
+    for alone, amplitude, second in itertools.product(explanations, AMPLITUDES, SECOND_ORDER):
         prior_mean = np.full_like(predicted, average) if alone else predicted
         shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
         offset = UNKNOWN_SIGMA**2 if alone else (OFFSET_SIGMA * scale) ** 2
@@ -269,10 +270,7 @@ class Belief:
     """
 
     def __init__(
-        self,
-        predictor: Predictor,
-        candidates: Sequence[Candidate],
-        effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
+        self, predictor: Predictor, candidates: Sequence[Candidate], effect_sigmas: Mapping[str, float] = EFFECT_SIGMA
     ) -> None:
         self.predictor, self.hardware = predictor, predictor.hardware
         self._prepared = predictor.prepare(candidates)
@@ -315,11 +313,12 @@ class Belief:
         log_samples = np.log(table.samples)
         speed = explain(self._kernel, log_samples, speeds, trusted=trusted)
         log_needed = np.log(table.needed)
-        peak = explain(self._kernel, log_needed, peaks, scale=PEAK_SCALE)
+        trusted_peaks = TRUSTED if peaks else 1.0  # OOMs alone do not say how large anything is
+        peak = explain(self._kernel, log_needed, peaks, scale=PEAK_SCALE, trusted=trusted_peaks)
         if ooms:
             mean, sigma = peak.mean, peak.sigma
             bounds = [above(least, float(mean[at]), float(sigma[at]), at) for at, least in ooms.items()]
-            peak = explain(self._kernel, log_needed, [*peaks, *bounds], scale=PEAK_SCALE)
+            peak = explain(self._kernel, log_needed, [*peaks, *bounds], scale=PEAK_SCALE, trusted=trusted_peaks)
         fits = peak.probability_below(np.log(limit_bytes))
         hopeless = fits < normal_cdf(-HOPELESS_SIGMAS)
         host_share = self._host_share(table.host_bytes * self.predictor.job.ranks / self.hardware.nodes)

@@ -80,8 +80,8 @@ class Proposer:
         self._limit_bytes = np.full(len(candidates), float(hardware.ceiling_bytes))
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended
-        self._speeds: dict[int, Point] = {}  # by place
-        self._peaks: dict[int, Point] = {}
+        self._speeds: dict[tuple[int, int], Point] = {}  # by call and place
+        self._peaks: dict[int, Point] = {}  # by place
         self._too_slow: dict[int, float] = {}  # log of the most samples per second, by place
         self._ooms: dict[int, float] = {}  # log of the least bytes needed, by place
         self._host_ran_out = False
@@ -107,12 +107,17 @@ class Proposer:
 
         Speeds of earlier calls count as the belief has them for this call's machine.
         """
-        able = [point for place, point in self._speeds.items() if place not in self._cannot_win]
+        able = [point for point in self._speeds.values() if point.place not in self._cannot_win]
         now = [point.value for point in able if point.call == self._call]
         if now or not able:
             return max(now, default=None)
         expected = self._forecast.speed.mean
         return max(float(expected[point.place]) for point in able)
+
+    @property
+    def _measured(self) -> set[int]:
+        """Places of the measured candidates."""
+        return {place for _, place in self._speeds}
 
     def reserve(self, running: Iterable[Candidate]) -> None:
         """Reserve candidates that run elsewhere. Similar ones are proposed only if nothing else is worth a trial."""
@@ -162,7 +167,8 @@ class Proposer:
 
     def _note_speed(self, at: int, measured: Measurement) -> None:
         speed, before = math.log(measured.samples_per_second), self._best
-        self._speeds[at] = Point(at, speed, REPEAT_SPEED, self._call)
+        self._speeds[self._call, at] = Point(at, speed, REPEAT_SPEED, self._call)
+        self._forget()
         if measured.peak_bytes > self.hardware.ceiling_bytes:
             self._cannot_win.add(at)
         elif before is None or speed > before + self.tolerance:
@@ -174,7 +180,7 @@ class Proposer:
         Gains are then computed against the best of the rest. The candidate stays open if it was (`close_candidate`).
         """
         at = self._index.get(candidate)
-        if at in self._speeds and at not in self._cannot_win:
+        if at in self._measured and at not in self._cannot_win:
             self._cannot_win.add(at)
             self._insured.clear()
             self._forget()
@@ -242,7 +248,7 @@ class Proposer:
         speeds = [
             Point(point.place, point.value, point.sigma, self._call - point.call) for point in self._speeds.values()
         ]
-        bounds = [Point(at, most, REPEAT_SPEED) for at, most in self._too_slow.items() if at not in self._speeds]
+        bounds = [Point(at, most, REPEAT_SPEED) for at, most in self._too_slow.items() if at not in self._measured]
         return self._belief.forecast(
             [*bounds, *speeds],
             [*self._peaks.values()],
@@ -272,7 +278,7 @@ class Proposer:
         if best is None:
             return None
         left = math.inf
-        if len(self._speeds) >= LEAST_MEASURED:
+        if len(self._measured) >= LEAST_MEASURED:
             forecast = self._forecast
             places = np.flatnonzero(self._available & ~forecast.host_hopeless)
             speed = forecast.speed
@@ -281,7 +287,7 @@ class Proposer:
             left = math.expm1(speed_left(ahead, forecast.fits[places], self._group[places]))
         ruled_out = self.stopped is not None and self.stopped.reason is StopReason.ALL_TRIED
         untried = bool(self._pool.open_mask.any()) and not ruled_out
-        return Confidence(left, len(self._tried), len(self._speeds), untried)
+        return Confidence(left, len(self._tried), len(self._measured), untried)
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
@@ -316,7 +322,7 @@ class Proposer:
             return self._insurance() or StopReason.ALL_TRIED.stop()
         if gain[best] >= self._worthwhile:
             return Proposal(self.candidates[best], f"expected gain {format_percent(math.expm1(gain[best]))}")
-        if len(self._speeds) < LEAST_EVIDENCE:
+        if len(self._measured) < LEAST_EVIDENCE:
             note = f"little gain is expected; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
             return Proposal(self.candidates[best], note)
         if insurance := self._insurance():
@@ -372,9 +378,7 @@ class Proposer:
             return Proposal(self._lowest(np.isfinite(of_rungs)), "--exhaustive goes on in the same engine")
         if gain[best] < self._worthwhile or of_rungs[best] < value.max():
             return None
-        return Proposal(
-            self.candidates[best], f"same engine, expected gain {format_percent(math.expm1(gain[best]))}"
-        )
+        return Proposal(self.candidates[best], f"same engine, expected gain {format_percent(math.expm1(gain[best]))}")
 
     def _lowest(self, among: Flags) -> Candidate:
         rungs = [self.candidates[i] for i in np.flatnonzero(among)]
@@ -431,7 +435,7 @@ class Proposer:
 
         The upper end of each prediction counts, because few trials have calibrated it yet.
         """
-        if len(self._speeds) >= FIRST_TRIALS or not allowed.any():
+        if len(self._measured) >= FIRST_TRIALS or not allowed.any():
             return np.zeros_like(allowed)
         slow_step = forecast.step_seconds * np.exp(forecast.speed.sigma)
         longest = self._costs.measuring_seconds(slow_step, self._accumulation)

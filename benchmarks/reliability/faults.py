@@ -150,7 +150,7 @@ def one_call(bench: Bench, seed: int, url: str, folder: Path, planter: Planter, 
             store.close_interrupted()
             candidates = space.candidates(bench.job)
             predictor = Predictor(bench.job, executor.hardware, trace_job(bench.job))
-            proposer = Proposer(candidates, space, seed, predictor, exhaustive=True)
+            proposer = Proposer(candidates, space, predictor, exhaustive=True)
             options: dict[str, Any] = {"search_spec": QUICK, "verify_spec": VERIFY, "observer": planter}
             Tuner(store, executor, proposer, budget_seconds=900, max_trials=trials, **options).run()
     except (UserError, MachineError) as error:

@@ -87,12 +87,12 @@ def measured_rows(sizes: list[int], folder: Path) -> list[dict[str, Any]]:
         store.study.add_trials(quick.study.get_trials(deepcopy=False)[made:count])
         made = count
         predictor = Predictor(job, hardware, trace)
-        proposer = Proposer(candidates, space, 0, predictor, exhaustive=True)
+        proposer = Proposer(candidates, space, predictor, exhaustive=True)
         seconds = seconds_a_proposal(informed(proposer, store))
         rows.append(row(count, "seconds a proposal, median", seconds, TARGETS.get(count)))
     began = time.perf_counter()
     store, resumed = StudyStore.create_or_resume("s", storage, folder, job, hardware, space)
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace))
     informed(proposer, store).next()
     seconds = time.perf_counter() - began
     assert resumed

@@ -38,12 +38,12 @@ import optuna
 
 from autotune.executors.base import SEARCH, MeasureSpec
 from autotune.predict import calibration
+from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.belief import EFFECT_SIGMA
-from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.util.units import parse_duration

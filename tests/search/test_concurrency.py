@@ -19,9 +19,8 @@ from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.search.concurrency import SearchWorkers, host_bound
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import Proposer, first_order_key
 from autotune.search.study import StudyStore
-from autotune.search.surrogate import first_order_key
 from autotune.search.trials import SEARCH
 from autotune.search.tuner import SearchSummary, Tuner
 from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable
@@ -135,7 +134,7 @@ def search(
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     first, *beside = executors
     tuner = Tuner(
         store,
@@ -240,7 +239,7 @@ def test_one_that_fails_stops_them_all(which: int, replay_table: ReplayTable) ->
 def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> None:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     running: list[Candidate] = []
     while (proposal := proposer.next()) is not None and len(running) < 5:
         running.append(proposal.candidate)
@@ -249,7 +248,7 @@ def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> Non
     assert set(proposer.open_candidates) == set(candidates), "and all may still be tried"
     # where only what is like it is left, that is handed out
     only = [candidate for candidate in candidates if candidate.family == running[0].family]
-    few = Proposer(only, space, 0, Predictor(job, hardware, trace_job(job)))
+    few = Proposer(only, space, Predictor(job, hardware, trace_job(job)))
     first = few.next()
     assert first is not None
     few.reserve([first.candidate])

@@ -372,7 +372,7 @@ def tune(
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store, _ = StudyStore.create_or_resume("s", url, folder, job, hardware, space)
     executor = Slow(replay_table, seed)
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, seed, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, Predictor(job, hardware, trace_job(job)))
     store.share(print)
     try:
         store.close_interrupted()

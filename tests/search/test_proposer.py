@@ -1,6 +1,9 @@
+import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
@@ -8,10 +11,9 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import parse_space
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import ENOUGH, LEAST_EVIDENCE, WORTHWHILE, Proposer
 from autotune.search.pruning import Dominance
-from autotune.search.stopping import StopReason
-from autotune.search.surrogate import first_order_key
+from autotune.search.stopping import LEAST_MEASURED, StopReason
 from autotune.util.units import GIB
 from benchmarks.search.replay import ReplayTable
 from tests.conftest import make_candidate, make_job
@@ -23,11 +25,13 @@ def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
     return bool(Dominance([candidate, other]).at_least_as_large(other)[0])
 
 
-def make_proposer(replay_table: ReplayTable, **options: object) -> Proposer:
+def make_proposer(replay_table: ReplayTable, capacity_gib: float | None = None, **options: object) -> Proposer:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
+    if capacity_gib is not None:
+        hardware = dataclasses.replace(hardware, memory_cap_bytes=int(capacity_gib * GIB))
     predictor = Predictor(job, hardware, trace_job(job))
     candidates = sorted(replay_table.rows, key=str)
-    return Proposer(candidates, space, 0, predictor, **options)  # type: ignore[arg-type]
+    return Proposer(candidates, space, predictor, **options)  # type: ignore[arg-type]
 
 
 def result(replay_table: ReplayTable, candidate: Candidate) -> Outcome:
@@ -59,24 +63,13 @@ def test_nothing_is_proposed_twice_and_the_end_has_a_reason(replay_table: Replay
     assert replay_table.best_step_seconds / best > 0.97
 
 
-def test_exhaustive_goes_on_with_optunas_sampler(replay_table: ReplayTable) -> None:
-    proposer, notes = make_proposer(replay_table, exhaustive=True), []
-    for _ in range(60):
-        proposal = proposer.next()
-        assert proposal is not None
-        notes.append(proposal.note)
-        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
-    assert "Optuna's sampler" in notes
-    assert proposer.stopped is None
-
-
 def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
     job, hardware = make_job(), named_hardware("rtx4090", 2)
     space = parse_space(
         "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
         "attention: [sdpa, flex_attention], overlap_comm: [true, false]}"
     )
-    proposer = Proposer(space.candidates(job), space, 0, traced_predictor(job, hardware))
+    proposer = Proposer(space.candidates(job), space, traced_predictor(job, hardware))
     crashed = Outcome(
         OutcomeKind.CRASH,
         Phase.FORWARD,
@@ -150,19 +143,6 @@ def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None
     assert needs_no_less(make_candidate(2, 4, overlap_comm=True), make_candidate(2, 4, overlap_comm=False))
 
 
-def test_hopeless_candidates_are_skipped_and_counted(replay_table: ReplayTable) -> None:
-    proposer = make_proposer(replay_table)
-    table = proposer._model.table()
-    hopeless = proposer._model.forecast().hopeless
-    assert hopeless.any()
-    worth, _ = proposer._worth()
-    assert np.isneginf(worth[hopeless]).all()
-    assert table.peak[hopeless].min() > proposer.hardware.capacity_bytes
-    reason, count = next((r, n) for r, n in proposer.skips().items() if "predicted to need" in r)
-    assert "beyond the interval" in reason
-    assert count == int(hopeless.sum())
-
-
 def test_a_refusal_is_learnt_once_its_pattern_shows(replay_table: ReplayTable) -> None:
     proposer = make_proposer(replay_table)
     refused = [c for c in replay_table.rows if c.offload_param == "cpu" and c.stage == 3]
@@ -197,12 +177,10 @@ def test_a_trial_gets_time_by_what_it_is_expected_to_take(replay_table: ReplayTa
 
 
 def test_where_nothing_is_predicted_to_fit_the_least_is_tried(replay_table: ReplayTable) -> None:
-    import dataclasses
-
     job, space = replay_table.job(), replay_table.space()
     small = dataclasses.replace(replay_table.hardware(), memory_cap_bytes=GIB // 2)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, 0, Predictor(job, small, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, small, trace_job(job)))
     tried = 0
     while (proposal := proposer.next()) is not None:
         assert "nothing is likely to fit" in proposal.note
@@ -223,47 +201,7 @@ def small_space(buckets: str = "[50000000, 500000000]") -> Proposer:
         "knobs: {zero_stage: [0, 1, 2, 3], train_micro_batch_size_per_gpu: [1, 2, 4], "
         f"activation_checkpointing: [true, false], reduce_bucket_size: {buckets}, overlap_comm: [true, false]}}"
     )
-    return Proposer(space.candidates(job), space, 0, traced_predictor(job, hardware))
-
-
-def test_what_matters_most_is_seen_at_every_level_before_anything_else_is_turned() -> None:
-    """Whatever is measured: here nothing but the micro-batch matters, and a larger one is slower, as nobody expects."""
-    proposer, kinds, refined_at = small_space(), [], None
-    for trial in range(12):
-        proposal = proposer.next()
-        if proposal is None:
-            break
-        kind = first_order_key(proposal.candidate)
-        if kind in kinds and refined_at is None:
-            refined_at = trial
-        kinds.append(kind)
-        proposer.observe(proposal.candidate, measured_as(proposal.candidate, 100.0 / proposal.candidate.micro_batch))
-    seen = {stage for stage, *_ in kinds[:refined_at]}
-    assert seen == {0, 1, 2, 3}
-    assert {checkpointing for _, _, _, checkpointing, *_ in kinds[:refined_at]} == {True, False}
-    best = max(proposer.speed, key=proposer.speed.__getitem__)
-    assert best.micro_batch == 1
-
-
-def test_second_order_knobs_are_not_turned_where_they_cannot_make_up_for_the_rest() -> None:
-    proposer = small_space("[5000000, 50000000, 500000000]")
-    slow = [c for c in proposer.candidates if c.stage == 3 and c.micro_batch == 4 and not c.checkpointing]
-    fast = next(c for c in proposer.candidates if c.stage == 0 and c.micro_batch == 1)
-    proposer.observe(fast, measured_as(fast, 100.0))
-    for candidate in slow[:3]:
-        proposer.observe(candidate, measured_as(candidate, 40.0))
-    _, gain = proposer._worth()
-    left = [proposer.candidates.index(c) for c in slow[3:]]
-    assert gain[left].max() < 0.001
-
-
-def test_a_search_does_not_end_before_a_second_opinion(replay_table: ReplayTable) -> None:
-    proposer, notes = make_proposer(replay_table), []
-    while (proposal := proposer.next()) is not None:
-        notes.append(proposal.note)
-        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
-    assert sum("by measurements alone" in note for note in notes) >= 1
-    assert proposer.stopped is not None
+    return Proposer(space.candidates(job), space, traced_predictor(job, hardware))
 
 
 def test_what_fitted_in_another_space_has_not_failed(replay_table: ReplayTable) -> None:
@@ -277,3 +215,174 @@ def test_what_fitted_in_another_space_has_not_failed(replay_table: ReplayTable) 
     proposal = proposer.next()
     assert proposal is not None
     assert "least memory" not in proposal.note
+
+
+def fastest(replay_table: ReplayTable) -> Candidate:
+    fitting = (candidate for candidate, row in replay_table.rows.items() if row.kind is OutcomeKind.OK)
+    return min(fitting, key=replay_table.seconds_per_sample)
+
+
+def run_to_end(proposer: Proposer, replay_table: ReplayTable) -> list[str]:
+    """Measure what is proposed, each in an engine of its own, and return the notes."""
+    notes = []
+    while (proposal := proposer.next()) is not None:
+        notes.append(proposal.note)
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
+    return notes
+
+
+def test_exhaustive_search_goes_on_when_no_gain_is_expected(replay_table: ReplayTable) -> None:
+    proposer, notes = make_proposer(replay_table, exhaustive=True), []
+    for _ in range(40):
+        proposal = proposer.next()
+        assert proposal is not None
+        notes.append(proposal.note)
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
+    assert "--exhaustive goes on" in notes
+    assert proposer.stopped is None
+
+
+def test_hopeless_candidates_are_counted_and_not_tried_first(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    hopeless = proposer._forecast.hopeless
+    assert hopeless.any()
+    value, _ = proposer._values(proposer._forecast)
+    assert np.isneginf(value[hopeless]).all()
+    (count,) = (n for reason, n in proposer.skips().items() if "believed to need more" in reason)
+    assert count == int(hopeless.sum())
+
+
+def test_search_ends_below_the_tolerance_after_enough_measurements_and_the_insurance(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table, tolerance=0.02)
+    notes = run_to_end(proposer, replay_table)
+    assert proposer.stopped is not None
+    assert proposer.stopped.sentence == StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * 0.02).sentence
+    assert len(proposer._measured) >= LEAST_EVIDENCE
+    _, gain = proposer._values(proposer._forecast)
+    assert gain[proposer._available].max() < WORTHWHILE * 0.02
+    assert sum("by measurements alone" in note for note in notes) >= 1
+
+
+@pytest.mark.parametrize(("missed", "tried"), [(1.05, True), (1.5, False)])
+def test_fast_candidate_that_is_predicted_to_miss_memory_by_little_is_tried_before_the_end(
+    replay_table: ReplayTable, missed: float, tried: bool
+) -> None:
+    proposer = make_proposer(replay_table)
+    run_to_end(proposer, replay_table)
+    forecast, limit = proposer._forecast, proposer._limit_bytes
+    fast = int(np.flatnonzero(proposer._available)[0])
+    means, peaks = forecast.speed.means.copy(), np.tile(np.log(3 * limit), (len(forecast.peak.means), 1))
+    means[:, fast] = proposer._best + 0.5
+    peaks[:, fast] = np.log(missed * limit[fast])
+    speed = dataclasses.replace(forecast.speed, means=means)
+    peak = dataclasses.replace(forecast.peak, means=peaks)
+    fits = np.zeros(len(limit))
+    proposer.__dict__["_forecast"] = dataclasses.replace(forecast, speed=speed, peak=peak, fits=fits)
+    proposer._insured.clear()
+    found = proposer._insurance()
+    assert (found is not None and found.candidate == proposer.candidates[fast]) is tried
+    if found is not None:
+        assert "if it fits, against the prediction" in found.note
+        assert proposer._insurance() is None, "once after each gain"
+
+
+def test_many_failures_without_a_fit_leave_the_thriftiest_candidates_only(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    for candidate in proposer.candidates[:ENOUGH]:
+        proposer.observe(candidate, Outcome(OutcomeKind.CRASH, reason=str(candidate)))
+    proposal = proposer.next()
+    assert proposal is not None
+    assert proposal.note == "least memory of its stage: nothing has fitted"
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
+    proposal = proposer.next()
+    assert proposal is not None
+    assert "least memory" not in proposal.note
+
+
+def test_speed_of_an_earlier_call_ranks_and_is_not_compared(replay_table: ReplayTable) -> None:
+    """The machine may be slower today: a candidate of this call is the best although the stored speed is higher."""
+    proposer, best = make_proposer(replay_table), fastest(replay_table)
+    slow = next(c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and c.stage != best.stage)
+    proposer.observe(best, measured_as(best, 100.0))
+    proposer.begin_call()
+    assert proposer._best is not None
+    proposer.observe(slow, measured_as(slow, 10.0))
+    assert proposer._best == pytest.approx(math.log(10.0))
+    at = proposer.candidates.index(best)
+    assert proposer._forecast.speed.sigma[at] > 0.02, "less sure than a measurement of this call"
+
+
+def test_candidate_that_cannot_win_sets_no_best_speed(replay_table: ReplayTable) -> None:
+    proposer, best = make_proposer(replay_table), fastest(replay_table)
+    proposer.observe(best, measured_as(best, 100.0))
+    proposer.drop_from_best(best)
+    assert proposer._best is None
+    over = dataclasses.replace(measured_as(best, 50.0).measurement, peak_bytes=proposer.hardware.ceiling_bytes + 1)  # type: ignore[type-var]
+    proposer.observe(best, Outcome(OutcomeKind.OK, measurement=over))
+    assert proposer._best is None
+
+
+def test_verification_that_fails_by_memory_lowers_the_limit_of_its_stage(replay_table: ReplayTable) -> None:
+    proposer, best = make_proposer(replay_table), fastest(replay_table)
+    searched = result(replay_table, best)
+    proposer.observe(best, searched)
+    before = proposer._forecast.fits.copy()
+    proposer.apply_verification_failure(best, Outcome(OutcomeKind.OK), searched.measurement, 0.5)
+    stage = np.array([c.stage for c in proposer.candidates])
+    after = proposer._forecast.fits
+    assert after[stage == best.stage].sum() < before[stage == best.stage].sum()
+    assert after[stage != best.stage] == pytest.approx(before[stage != best.stage])
+
+
+def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(
+    replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.search.proposer.LEAST_SHARE_SECONDS", 0.0)
+
+    def first_seconds(budget: float) -> float:
+        proposer = make_proposer(replay_table)
+        proposal = proposer.next(budget)
+        assert proposal is not None
+        forecast, at = proposer._forecast, proposer.candidates.index(proposal.candidate)
+        slow_step = forecast.step_seconds * np.exp(forecast.speed.sigma)
+        return float(proposer._costs.measuring_seconds(slow_step, proposer._accumulation)[at])
+
+    usual = first_seconds(1e6)
+    assert first_seconds(3.9 * usual) < 3.9 / 4 * usual < usual
+
+
+@pytest.mark.parametrize(
+    ("left", "only_one", "share"), [(400.0, False, 100.0), (8.0, False, 5.0), (3.0, False, 3.0), (40.0, True, 40.0)]
+)
+def test_share_of_a_trial_is_a_quarter_but_all_of_what_nothing_else_needs(
+    replay_table: ReplayTable, left: float, only_one: bool, share: float
+) -> None:
+    proposer = make_proposer(replay_table)
+    for candidate in proposer.candidates[1:] if only_one else ():
+        proposer.close_candidate(candidate)
+    proposer.next(left)
+    assert proposer.trial_share_seconds == share
+
+
+def test_confidence_grows_with_trials(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    assert proposer.confidence() is None
+    left = []
+    while (proposal := proposer.next()) is not None:
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
+        if (confidence := proposer.confidence()) is not None:
+            left.append(confidence.left_share)
+    known = [share for share in left if share < math.inf]
+    assert len(left) - len(known) == LEAST_MEASURED - 1, "one for each candidate that fits"
+    assert known[-1] < known[0]
+    assert 0 < left[-1] < 0.1
+
+
+def test_nothing_is_said_of_untried_candidates_that_are_ruled_out(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
+    for stop, untried in ((StopReason.BUDGET_USED, True), (StopReason.ALL_TRIED, False)):
+        proposer.stopped = stop.stop()
+        confidence = proposer.confidence()
+        assert confidence is not None
+        assert confidence.untried is untried

@@ -40,7 +40,7 @@ def test_where_nothing_runs_the_search_ends_soon(replay_table: ReplayTable, kind
 def test_ooms_that_were_not_expected_lead_to_the_thriftiest_of_every_stage() -> None:
     """Seven trials under a tight cap were of stages 0 and 1, at settings of the same size, until the budget ended."""
     job, hardware, space = make_job(seq_len=64), capped_ranks(440), load_space("cpu_demo")
-    proposer = Proposer(space.candidates(job), space, 0, traced_predictor(job, hardware))
+    proposer = Proposer(space.candidates(job), space, traced_predictor(job, hardware))
     tried: list[Candidate] = []
     while (found := proposer.next(60.0)) is not None:
         tried.append(found.candidate)

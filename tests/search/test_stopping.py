@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
+from autotune.search.belief import Mixture
 from autotune.search.stopping import Confidence, StopReason, speed_left
 
 
 def bound(ahead: float, sigma: float, fits: float, count: int, groups: int) -> float:
     one = np.ones(count)
-    return speed_left(ahead * one, sigma * one, fits * one, np.arange(count) % groups)
+    believed = Mixture(np.ones(1), ahead * one[None], sigma * one[None], 1.0)
+    return speed_left(believed, fits * one, np.arange(count) % groups)
 
 
 def test_one_candidate_leaves_its_90_percent_quantile() -> None:

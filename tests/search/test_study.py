@@ -125,7 +125,6 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
         proposer = Proposer(
             [make_candidate(stage, micro) for stage in (0, 3) for micro in (1, 2)],
             SPACE,
-            0,
             traced_predictor(store.job, store.hardware),
         )
         for record in store.records():

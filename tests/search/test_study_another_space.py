@@ -28,7 +28,7 @@ def searched(
     """A call whose space has the candidates that are allowed."""
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     candidates = [one for one in sorted(replay_table.rows, key=str) if allowed(one)]
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     heard = Heard()
     executor = ReplayExecutor(replay_table, 0)
     tuner = Tuner(store, executor, proposer, budget_seconds=900, observer=heard)

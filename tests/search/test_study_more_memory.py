@@ -15,7 +15,6 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
-from autotune.search.surrogate import SpeedMemoryModel
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB
@@ -72,7 +71,7 @@ def call(
     """An exhaustive call with so much memory: how it ended, and its own trials of the search."""
     job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, free_bytes)
     candidates, before = sorted(replay_table.rows, key=str), len(store.records())
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True)
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)), exhaustive=True)
     executor = Shared(replay_table, free_bytes, says=says)
     summary = Tuner(store, executor, proposer, budget_seconds=7200).run()
     return summary, [record for record in store.records()[before:] if record.role == SEARCH]
@@ -146,7 +145,7 @@ def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(
     store.finish(store.start(candidate, replay_table.space(), role), out)
     job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, MUCH)
     predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, 0, predictor)
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, predictor)
     executor = Shared(replay_table, MUCH, says=True)
     Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
     assert (predictor._seen == {candidate: out}) is told
@@ -161,16 +160,16 @@ def test_predictions_learn_that_more_was_needed_than_there_was_then(replay_table
     before = float(peaks[at])
 
     def after(capacity_bytes: int | None) -> tuple[float, float]:
-        """Its peak as the predictor believes it, and as measurements alone do."""
-        speed_memory_model = SpeedMemoryModel(Predictor(job, hardware, trace_job(job)), candidates)
-        speed_memory_model.observe(candidates[at], at, Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=capacity_bytes))
-        return float(speed_memory_model.table().peak[at]), math.exp(speed_memory_model._peaks.predict()[0][at])
+        """Its peak by the predictor, and by the belief."""
+        proposer = Proposer(candidates, replay_table.space(), Predictor(job, hardware, trace_job(job)))
+        proposer.observe(candidates[at], Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=capacity_bytes))
+        return float(proposer.predictor.table(candidates).peak[at]), math.exp(proposer._forecast.peak.mean[at])
 
     then, now, unknown = after(LITTLE), after(MUCH), after(None)
     assert then[0] == pytest.approx(before, rel=0.02), "it was predicted to need more than that"
     assert now[0] > 1.1 * before
-    assert then[1] == pytest.approx(LITTLE, rel=0.05)
-    assert now[1] == pytest.approx(MUCH, rel=0.05)
+    assert then[1] == pytest.approx(before, rel=0.1)
+    assert now[1] > 0.98 * MUCH
     assert unknown == now
 
 
@@ -207,8 +206,8 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
     store.note_hardware(hardware)
     assert (candidate not in store.failed()) is again
     predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, 0, predictor)
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, predictor)
     executor = Shared(replay_table, LITTLE, says=True)
     Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
     assert (len(proposer.open_candidates) == len(replay_table.rows)) is again
-    assert proposer._model._host_ran_out is not again
+    assert proposer._host_ran_out is not again

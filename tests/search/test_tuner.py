@@ -47,7 +47,7 @@ def search(
     store = store or StudyStore.in_memory(job, hardware, space)
     executor = executor or ReplayExecutor(replay_table, seed)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, seed, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, budget_seconds=budget, **options)  # type: ignore[arg-type]
     return tuner.run(), executor, store
 
@@ -230,7 +230,7 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
         number = store.claim(one, space, SEARCH, "", set())
         assert number is not None
         store.finish(number, outcome)
-    proposer = Proposer(list(replay_table.rows), space, 0, predictor)
+    proposer = Proposer(list(replay_table.rows), space, predictor)
     executor = ReplayExecutor(replay_table)
     Tuner(store, executor, proposer, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open_candidates) is opened
@@ -253,7 +253,7 @@ def test_a_scripts_first_candidate_comes_before_the_verification_of_its_own_conf
     assert number is not None
     store.finish(number, slow)
     candidates = list(dict.fromkeys([*table.rows, own]))
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     executor = ReplayExecutor(table)
     tuner = Tuner(store, executor, proposer, budget_seconds=60.0, spent_seconds=40.0, max_trials=1)
     tuner.trials.replay_study()
@@ -274,7 +274,7 @@ def test_a_script_whose_own_config_alone_runs_ends_verified_within_the_budget() 
     number = store.claim(own, space, SEARCH, "", set())
     assert number is not None
     store.finish(number, ReplayExecutor(table).session(own, "").measure(own, SEARCH_SPEC, 60.0))
-    proposer = Proposer(list(table.rows), space, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True)
+    proposer = Proposer(list(table.rows), space, Predictor(job, hardware, trace_job(job)), exhaustive=True)
     found = Tuner(store, ReplayExecutor(table), proposer, budget_seconds=60.0, spent_seconds=9.0).run()
     assert found.winner is not None
     assert (found.winner.candidate, found.verified) == (own, True)
@@ -610,7 +610,7 @@ def test_more_than_one_round_of_verifications_may_fail(replay_table: ReplayTable
 
 def test_what_fails_verification_is_not_what_gains_are_measured_against(replay_table: ReplayTable) -> None:
     job, hardware, candidates = replay_table.job(), replay_table.hardware(), sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, replay_table.space(), 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, replay_table.space(), Predictor(job, hardware, trace_job(job)))
     leaderboard = Leaderboard(hardware)
     ran = sorted(
         (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and c.stage == 2),
@@ -621,18 +621,19 @@ def test_what_fails_verification_is_not_what_gains_are_measured_against(replay_t
         outcome = measured_at(replay_table, candidate, share)
         leaderboard.learn(number, candidate, outcome, SEARCH)
         proposer.observe(candidate, outcome)
-    fits = proposer._model.forecast().fits
+    fits = proposer._forecast.fits
     before = leaderboard.measured[tight]
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, missing_bytes=GIB)
     leaderboard.learn(3, tight, out, RESUME)
     apply_verification_result(tight, out, before, leaderboard, proposer)
-    assert list(proposer.speed) == [least_memory_candidate], "what holds no less in the search is doubted, too"
+    able = [candidates[at] for at in proposer._measured if at not in proposer._cannot_win]
+    assert able == [least_memory_candidate], "what holds no less in the search is doubted, too"
     assert leaderboard.best == least_memory_candidate
-    after = proposer._model.forecast().fits
+    after = proposer._forecast.fits
     mine = np.array([c.stage == tight.stage for c in candidates])
     assert (after <= fits)[mine].all(), "its stage is believed to have less room"
     assert (after == fits)[~mine].all()
-    assert proposer._worth()[0][candidates.index(tighter)] == -np.inf
+    assert proposer._values(proposer._forecast)[0][candidates.index(tighter)] == -np.inf
 
 
 def test_nothing_fits_has_no_winner(replay_table: ReplayTable) -> None:
@@ -856,10 +857,10 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(re
     assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 2
 
 
-def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(replay_table: ReplayTable) -> None:
+def test_speeds_of_earlier_calls_follow_what_two_calls_verified(replay_table: ReplayTable) -> None:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     fits = sorted((c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK), key=str)[:12]
-    proposer = Proposer(fits, space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(fits, space, Predictor(job, hardware, trace_job(job)))
     leaderboard = Leaderboard(hardware, job, fits)
 
     def learn(at: int, pace: float, role: str) -> None:
@@ -878,15 +879,14 @@ def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(replay_ta
     learn(0, 1.0, SEARCH)
     learn(1, 1.0, SEARCH)
     learn(0, 1.0, VERIFY)
-    before, logs = dict(proposer.speed), proposer._model._speeds.predict()[0]
-    step = proposer.predictor.table([fits[1]]).step[0]
+    before = proposer._forecast.speed.mean
     leaderboard.begin_call()
     proposer.begin_call()
     learn(0, 0.5, VERIFY)
-    assert proposer.speed[fits[0]] == pytest.approx(before[fits[0]] / 2)
-    assert proposer.speed[fits[1]] == pytest.approx(before[fits[1]] / 2)
-    assert proposer._model._speeds.predict()[0] == pytest.approx(logs + np.log(0.5))
-    assert proposer.predictor.table([fits[1]]).step[0] == pytest.approx(2 * step, rel=0.1)
+    after = proposer._forecast.speed.mean
+    assert proposer._best == pytest.approx(before[0] + np.log(0.5), abs=0.05)
+    assert after[1] == pytest.approx(before[1] + np.log(0.5), abs=0.2)
+    assert (after < before).all()
 
 
 def test_thrift_is_worth_something_only_where_something_is_saved(replay_table: ReplayTable) -> None:
@@ -931,13 +931,13 @@ def test_a_resumed_study_believes_whom_it_believed_before(replay_table: ReplayTa
     candidates = sorted(replay_table.rows, key=str)
 
     def call(trials: int) -> Proposer:
-        proposer = Proposer(candidates, space, 1, kind(job, hardware, trace_job(job)), exhaustive=True)
+        proposer = Proposer(candidates, space, kind(job, hardware, trace_job(job)), exhaustive=True)
         executor = ReplayExecutor(replay_table, 1)
         Tuner(store, executor, proposer, budget_seconds=1800, max_trials=trials).run()
         return proposer
 
-    before = call(12)._model
-    assert before.speed.predictor_rejected == (kind is Inverted)
-    after = call(0)._model  # learns, and tries nothing
-    assert after.speed.predictor_rejected == before.speed.predictor_rejected
-    assert after.memory.predictor_rejected == before.memory.predictor_rejected
+    before = call(12)._forecast
+    assert (before.speed.trust < 0.5) == (kind is Inverted)
+    after = call(0)._forecast  # learns, and tries nothing
+    assert (after.speed.trust < 0.5) == (before.speed.trust < 0.5)
+    assert (after.peak.trust < 0.5) == (before.peak.trust < 0.5)

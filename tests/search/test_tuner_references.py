@@ -67,7 +67,7 @@ def search(
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
     candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, budget_seconds=budget, observer=observer, references=references)
     return tuner.run(), store
 
@@ -159,7 +159,7 @@ def references(replay_table: ReplayTable, budget: float = 900, **changes: Any) -
     job, hardware, space, told = replay_table.job(), replay_table.hardware(), replay_table.space(), Told()
     job = dataclasses.replace(job, **changes)
     store = StudyStore.in_memory(job, hardware, space)
-    proposer = Proposer(list(replay_table.rows), space, 0, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(list(replay_table.rows), space, Predictor(job, hardware, trace_job(job)))
     parts = (store, Torch(replay_table, FAST), proposer)
     found = Tuner(*parts, budget_seconds=budget, observer=told, references=True).references
     assert found is not None
