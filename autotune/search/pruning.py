@@ -19,12 +19,10 @@ Some OOMs exclude nothing:
 `Proposer.observe` (`search/proposer.py`) calls the pool after a search trial, also after a stored or a peer's one.
 `Proposer.apply_verification_failure` calls it after an OOM in a verification or a resume trial.
 
-Other effects of an OOM change the order of trials, and exclude no candidate for good. The predictor is calibrated
-(`SpeedMemoryModel.observe` in `search/surrogate.py`), and the proposer applies its predictions at each proposal
-(`Proposer._worth`). An OOM that the model did not expect raises the probability of fitting that a proposal needs
-(`Proposer._least_chance`), unless it was the start candidate's. A verification that needs too much memory always raises
-it. `apply_verification_result` (`search/tuner.py`) then ranks measured candidates last (`Leaderboard.deprioritize`), and
-after a device OOM lowers the memory limit of the stage. After a host OOM, `FallbackSchedule` (`search/proposer.py`) tries
+Other effects of an OOM change the order of trials, and exclude no candidate for good. The predictor is calibrated, and the
+belief takes the OOM as a lower bound of the peak (`Belief.forecast` in `search/belief.py`). After a verification that needs
+too much memory, `apply_verification_result` (`search/tuner.py`) ranks measured candidates last (`Leaderboard.deprioritize`),
+and after a device OOM lowers the memory limit of the stage. After a host OOM, `FallbackSchedule` (`search/proposer.py`) tries
 only candidates of that stage that offload less, so a search in which nothing fits may end earlier.
 """
 
@@ -103,7 +101,7 @@ class CandidatePool:
         Similar candidates have the same engine, which measures them one after the other, or the same first-order settings.
 
         Args:
-            groups: (n,) number of each candidate's first-order settings (`FirstOrderGroups`).
+            groups: (n,) number of each candidate's first-order settings (`first_order_key`).
         """
         self.running = np.zeros_like(self.open_mask)
         at = [self.index[candidate] for candidate in running if candidate in self.index]

@@ -49,9 +49,9 @@ class StopReason(Enum):
     # an error that ends the call: CallFailures.take (search/tuner.py) or the executor raises it, Tuner.run stores it
     JOB_FAILS = "stopped: the job fails"  # any UserError, also of the executor, such as a fork server that died
     MACHINE_ERROR = "stopped: the machine fails"  # any MachineError
-    # rules of the search: Proposer._decide and _small_gain; the last two: FallbackSchedule.stop (search/proposer.py)
+    # Proposer._decide (search/proposer.py); the last two: FallbackSchedule.stop there
     ALL_TRIED = "every candidate is tried or ruled out"
-    NOTHING_BETTER = "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"
+    NOTHING_BETTER = "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"  # stored by 0.2
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"
     NOTHING_FITS = "nothing fits: memory was too small for {tried} (--exhaustive goes on)"
     NOTHING_RUNS = "nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"

@@ -72,7 +72,7 @@ def by_landscape(name: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def ablation() -> str:
-    parts = ("autotune", "no-predictor", "no-ladder", "no-dominance", "no-sampler")
+    parts = ("autotune", "no-predictor", "no-ladder", "no-dominance")
     header = ["landscape", "whole", *(part.replace("no-", "without ") for part in parts[1:])]
 
     def cell(row: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
     sys.path[0] = str(Path(__file__).parents[2])
 
 import numpy as np
-from autotune.search.surrogate import HOPELESS_SIGMAS
+from autotune.search.belief import HOPELESS_SIGMAS
 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor

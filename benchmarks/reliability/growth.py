@@ -48,7 +48,7 @@ import psutil
 from autotune.cli.app import main as autotune_main
 from autotune.predict import predictor
 from autotune.problem.outcome import Outcome
-from autotune.search import knob_record, surrogate, tpe
+from autotune.search import belief
 from autotune.search.tuner import SearchSummary, TrialRecorder, Tuner
 from autotune.util.entry_points import FORK_SERVER
 from autotune.util.units import KIB, MIB
@@ -140,8 +140,7 @@ def history_bytes(tuner: Tuner, samples: Samples) -> dict[str, int]:
         parts = {
             "trials in Optuna's cache": tuner.store,
             "leaderboard": tuner.leaderboard,
-            "effects of knobs": tuner.proposer.knobs,
-            "models and sampler": tuner.proposer,
+            "belief": tuner.proposer,
             "rest": tuner,
             "these samples": samples,
         }
@@ -197,7 +196,7 @@ def block_bytes(size: int) -> int:
 def child(samples_file: Path, every: int, window: int, table: Path | None, words: list[str]) -> None:
     """Run `autotune WORDS` in this process and sample it after each `every` trials; `window` 0: windows of their own size."""
     if window:
-        knob_record.MOST_PAIRS = surrogate.MOST_POINTS = tpe.MOST_ANSWERED = tpe.MOST_BEST = window
+        belief.MOST_POINTS = window
         predictor._LATEST = slice(-window, None)
     samples, process, tuners = Samples(), psutil.Process(), list[Tuner]()
     run, end = Tuner.run, TrialRecorder.end
