@@ -23,7 +23,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
     sys.path[0] = str(Path(__file__).parents[2])
 
 import numpy as np
-from autotune.search.belief import HOPELESS_SIGMAS
 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
@@ -35,6 +34,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
+from autotune.search.belief import HOPELESS_SIGMAS
 from autotune.util.units import GIB
 from autotune.versions import release
 from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
