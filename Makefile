@@ -135,7 +135,7 @@ winners: setup  # half an hour
 mutants: setup
 	$(BIN)/python benchmarks/reliability/mutants.py --json benchmarks/results/mutants.json
 
-gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by `gpu_acceptance.py --list`; without a network: benchmarks/gpu
+gpu-acceptance: setup  # ONLY=costs,ooms runs these steps; they are listed by `gpu_acceptance.py --list`; without a network: benchmarks/gpu
 	$(BIN)/python benchmarks/gpu/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
 .PHONY: benchmarks

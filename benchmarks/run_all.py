@@ -124,7 +124,6 @@ EXEMPT = {
     "training/plainly/sitecustomize.py": "started by winners.py in each training: notes losses and weights",
     "trials/timed.py": "started by inturn.py around a training script",
     "trials/train_plain.py": "started by ranks.py under torchrun",
-    "search/deepspeed_train.py": "started by DeepSpeed's autotuner in gpu/deepspeed.py",
     "predict/many_traces.py": "imported: traces for many jobs at once",
     "predict/caching_allocator.py": "imported by tests: the allocator's rules, which batches of many lengths are held against",
     "run_all.py": "this file",

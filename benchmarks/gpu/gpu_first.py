@@ -1,6 +1,6 @@
 """The first minutes with a GPU: the steps that are worth most, in one command that may be killed at any moment.
 
-`python benchmarks/gpu/gpu_first.py --out FOLDER [--seconds 470] [--steps facts,trials,...] [--rehearse]`. On a bare machine
+`python benchmarks/gpu/gpu_first.py --out FOLDER [--seconds 470] [--steps facts,launch,...] [--rehearse]`. On a bare machine
 `gpu_first.sh` installs what it needs and calls it. FOLDER/first.json is rewritten with each row.
 """
 

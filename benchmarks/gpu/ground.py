@@ -35,8 +35,8 @@ class Ground:
     def choose(self, real: T, rehearsed: T) -> T:
         return rehearsed if self.rehearse else real
 
-    def hardware(self, cap_bytes: int | None = None) -> Hardware:
-        return detect(self.device, 1, memory_cap_bytes=self.choose(cap_bytes, None))
+    def hardware(self) -> Hardware:
+        return detect(self.device, 1)
 
     def job(self, model: str, seq_len: int, **more: Any) -> Job:
         """In bf16 on one rank; in rehearsal of the smallest model and 32 tokens."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-from contextlib import closing
 from typing import Any
 
 from autotune.executors.base import MeasureSpec
-from autotune.predict.predictor import Prediction
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import Ground, Row
-from benchmarks.trials.ranks import LocalExecutor
 
 DEADLINE_SECONDS = 150.0
 _CALM = MeasureSpec(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)
@@ -29,12 +25,6 @@ def candidate(ground: Ground, stage: int, micro_batch: int, accumulation: int = 
     size = ground.choose(micro_batch, min(micro_batch, 2))
     batch = {MICRO_BATCH: size, ACCUMULATION: accumulation}
     return Candidate.of({"zero_stage": stage, **ground.choose({}, _SMALL), **batch, **knobs})
-
-
-def trial(executor: LocalExecutor, one: Candidate, how: MeasureSpec) -> Outcome:
-    """In fresh ranks."""
-    with closing(executor.session(one, uuid.uuid4().hex[:8])) as session:
-        return session.measure(one, how, DEADLINE_SECONDS)
 
 
 def as_row(outcome: Outcome) -> Row:
@@ -55,26 +45,6 @@ def as_row(outcome: Outcome) -> Row:
         "SM MHz": found.sm_clock_mhz,
     }
     return row | {"whole": outcome.to_json()}
-
-
-def beside(prediction: Prediction, outcome: Outcome) -> Row:
-    """A prediction against what was measured."""
-    row: Row = {
-        "fits, predicted": prediction.fits,
-        "peak, predicted GiB": prediction.peak_bytes / GIB,
-        "step, predicted s": prediction.step_seconds,
-        "moment": prediction.moment,
-        "predicted memory": prediction.memory,
-        "predicted time": prediction.time,
-    }
-    if (found := outcome.measurement) is not None:
-        low, high = prediction.peak_interval
-        row |= {
-            "peak, predicted / measured": prediction.peak_bytes / found.peak_bytes,
-            "in its interval": low <= found.peak_bytes <= high,
-            "step, predicted / measured": prediction.step_seconds / found.step_seconds,
-        }
-    return row
 
 
 def _gib(size: int | None) -> float | None:

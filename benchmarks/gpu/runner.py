@@ -78,7 +78,8 @@ def run_steps(steps: list[Step], call: Call, after: Callable[[Step, Row], None])
 
     def keep(step: Step, found: Row) -> None:
         results["steps"][step.name] = {**found, "hardware": hardware}  # other calls may have other versions
-        results["steps"] = {name: results["steps"][name] for name in BY_NAME if name in results["steps"]}
+        listed = {name: results["steps"][name] for name in BY_NAME if name in results["steps"]}
+        results["steps"] = listed | results["steps"]  # steps that left the list keep their rows
         write_atomically(call.path, json.dumps(results, indent=1, default=str) + "\n")
 
     for step in steps:

@@ -23,7 +23,7 @@ def call(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 def test_an_unknown_step_is_one_line_and_exit_2(tmp_path: Path) -> None:
     done = call("--out", str(tmp_path), "--steps", "facts,lunch", "--rehearse")
     assert done.returncode == 2
-    assert done.stderr.startswith("gpu_first.py: --steps facts,lunch: no step lunch; expected some of facts,trials,")
+    assert done.stderr.startswith("gpu_first.py: --steps facts,lunch: no step lunch; expected some of facts,launch,")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -38,7 +38,7 @@ def test_steps_without_time_leave_a_file_that_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     found = json.loads((out / "first.json").read_text())
     assert found["rehearsal"]
-    assert list(found["steps"]) == ["facts", "trials", "launch", "study", "fidelity", "predictions", "held_back"]
+    assert list(found["steps"]) == ["facts", "launch", "study", "fidelity"]
     assert all("not begun: " in step["error"] for step in found["steps"].values())
 
 
