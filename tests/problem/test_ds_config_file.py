@@ -34,7 +34,7 @@ def test_it_is_what_deepspeeds_own_reader_says() -> None:
     assert hjson.loads(COMMENTED) == parsed_config(COMMENTED)
 
 
-@pytest.mark.parametrize("text", ["{", '{"a" 1}', '{"a": 1}\n{"a": 2}', "two\nlines"])
+@pytest.mark.parametrize("text", ["{", "two\nlines"])
 def test_what_is_neither_is_no_json(text: str) -> None:
     with pytest.raises(json.JSONDecodeError):
         parsed_config(text)
@@ -67,7 +67,6 @@ def test_plain_json_needs_no_reader_of_hjson() -> None:
     "zero",
     [
         {"stage": 2, "cpu_offload": True},
-        {"stage": 2, "cpu_offload": "true", "cpu_offload_use_pin_memory": True},
         {"stage": 2, "cpu_offload": False},
         {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "sub_group_size": 10},
         {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True},

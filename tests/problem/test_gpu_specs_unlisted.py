@@ -25,9 +25,7 @@ def test_the_nearest_row_is_of_the_card_or_of_a_card_with_as_much_memory(name: s
     assert found.whence == f"those of {row}, the nearest listed"
 
 
-@pytest.mark.parametrize(
-    ("name", "gib"), [("NVIDIA GX500", 275), ("Voodoo 2", 1), ("", 24), ("A + B", 40), ("NVIDIA RTX 9", 48)]
-)
+@pytest.mark.parametrize(("name", "gib"), [("NVIDIA GX500", 275), ("NVIDIA RTX 9", 48)])
 def test_of_what_nobody_knows_there_is_a_guess_of_a_gpu(name: str, gib: int) -> None:
     found = unlisted_gpu_facts(name, gib * GIB)
     assert found.doubt >= 1

@@ -74,10 +74,7 @@ def test_without_cgroups_the_affinity_decides(machine: Path) -> None:
     assert usable_cpus() == 16
 
 
-@pytest.mark.parametrize(
-    ("own", "ranks", "expected"),
-    [(None, 1, 16), (None, 3, 5), (None, 40, 1), ("6", 3, 6), ("4,2", 3, 4), ("", 4, 4), ("many", 4, 4), ("0", 4, 4)],
-)
+@pytest.mark.parametrize(("own", "ranks", "expected"), [(None, 1, 16), ("6", 3, 6), ("4,2", 3, 4), ("0", 4, 4)])
 def test_the_users_own_number_stands_before_an_equal_share(
     machine: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, ranks: int, expected: int
 ) -> None:

@@ -14,10 +14,6 @@ def left(text: str, **known: str) -> dict[str, str]:
     [
         ("os.environ['HF_HOME'] = '/a'", {"HF_HOME": "/a"}),
         ("environ['NCCL_P2P_DISABLE'] = '1'", {"NCCL_P2P_DISABLE": "1"}),
-        (
-            "os.environ['HF_HOME'] = os.environ['TRANSFORMERS_CACHE'] = '/a'",
-            {"HF_HOME": "/a", "TRANSFORMERS_CACHE": "/a"},
-        ),
         ("os.environ.setdefault('HF_ENDPOINT', 'https://a')", {"HF_ENDPOINT": "https://a"}),
         (
             "os.environ.update({'CUDA_VISIBLE_DEVICES': '0', 'HF_HUB_OFFLINE': f(), **more}, HF_HOME='/a', **more)",
@@ -29,10 +25,8 @@ def left(text: str, **known: str) -> dict[str, str]:
         ("os.environ['HF_HOME'] = '/a'\nos.environ['HF_HOME'] = '/b'", {"HF_HOME": "/b"}),
         # no literals, and not surely done
         ("os.environ['HF_HOME'] = home", {}),
-        ("os.environ[name] = '/a'", {}),
         ("os.environ['HF_HOME'] += '/a'", {}),
         ("def f():\n    os.environ['HF_HOME'] = '/a'", {}),
-        ("if offline:\n    os.environ['HF_HUB_OFFLINE'] = '1'", {}),
         ("settings['HF_HOME'] = '/a'\nsettings.update(HF_HOME='/a')\nsettings.setdefault('HF_HOME', '/a')", {}),
         ("os.environ['HF_HOME'] = 1", {}),
         # others are read at every use, or are a rank's own
@@ -57,7 +51,6 @@ def test_odd_escapes_are_not_complained_of(recwarn: pytest.WarningsRecorder) -> 
     ("imports", "expected"),
     [
         ("import os, sys", {"HF_HOME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}),
-        ("import torch.nn", {"HF_HOME", "CUDA_VISIBLE_DEVICES"}),
         ("from transformers.models import x", {"CUDA_VISIBLE_DEVICES"}),
         ("try:\n    import datasets\nexcept ImportError:\n    pass", {"CUDA_VISIBLE_DEVICES"}),
         ("def f():\n    import transformers", {"HF_HOME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}),

@@ -59,10 +59,6 @@ def test_the_key_is_of_everything_and_of_no_order() -> None:
         ({"seq_len": 10_000_001}, "--seq-len 10000001: expected between 1 and 10000000 tokens"),
         ({"precision": "fp8"}, "--precision fp8: expected one of bf16, fp16, fp32"),
         (
-            {"optimizer": "sophia"},
-            "--optimizer sophia: expected one of adamw, adam, fused_adam, lion, sgd, adagrad, muon",
-        ),
-        (
             {"attention": "fast"},
             "--attn fast: expected one of eager, sdpa, flash_attention_2, flash_attention_3, flex_attention",
         ),
@@ -149,17 +145,7 @@ def test_tokens_of_a_sequence() -> None:
     ("text", "expected", "short"),
     [
         ("r=16", Lora(16), "r=16"),
-        ("r=1", Lora(1), "r=1"),
-        ("r=4096", Lora(4096), "r=4096"),
-        (
-            "r=8, targets=q_proj+v_proj, alpha=32",
-            Lora(8, ("q_proj", "v_proj"), 32),
-            "r=8,targets=q_proj+v_proj,alpha=32",
-        ),
         ("targets=all-linear", Lora(16), "r=16"),
-        ("8,alpha=4", Lora(8, alpha=4), "r=8,alpha=4"),
-        ("alpha=0", Lora(16, alpha=0), "r=16,alpha=0"),
-        ("targets=a=b", Lora(16, ("a=b",)), "r=16,targets=a=b"),
         (
             "r=64,saved=embed_tokens+lm_head",
             Lora(64, saved=("embed_tokens", "lm_head")),
@@ -178,7 +164,6 @@ def test_lora(text: str, expected: Lora, short: str) -> None:
     [
         ("", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("r=8,16", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
-        ("r=", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("rank=8", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("r=8,", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("r=x", "r: expected a whole number from 1 to 4096, found x"),
@@ -222,9 +207,7 @@ def test_a_script_or_a_module() -> None:
 # -- data sets' lengths --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text", ['{"5": 2, "9": 1}', ' \n{"9": 1, "5": 2}', "5,2\n9,1\n", "5, 2\n\n9 1", "9\n5\n5\n", "5,1\n9\n5,1\n7,0"]
-)
+@pytest.mark.parametrize("text", ['{"5": 2, "9": 1}', ' \n{"9": 1, "5": 2}', "5,2\n9,1\n", "5,1\n9\n5,1\n7,0"])
 def test_lengths(tmp_path: Path, text: str) -> None:
     (tmp_path / "l").write_text(text)
     assert load_lengths(tmp_path / "l") == ((5, 2), (9, 1))
@@ -291,10 +274,6 @@ def test_lengths_that_are_no_file(tmp_path: Path) -> None:
     ("config", "tokens"),
     [
         ({"max_position_embeddings": 4096, "n_ctx": 1}, 4096),
-        ({"n_positions": 1024}, 1024),
-        ({"max_sequence_length": 2048}, 2048),
-        ({"n_ctx": 512}, 512),
-        ({"text_config": {"n_ctx": 7}, "max_position_embeddings": 8}, 7),  # of a model that also sees
         ({"max_position_embeddings": None, "n_positions": 5}, 5),
         ({}, None),
     ],

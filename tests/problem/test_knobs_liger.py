@@ -18,11 +18,7 @@ from tests.problem.test_knobs_requirements import GPUS
 
 @pytest.mark.parametrize(
     ("model", "task", "said"),
-    [
-        ("llama-3.2-1b", "causal-lm", ""),
-        ("llama-3.2-1b", "classification", "is for --task causal-lm and --task image-text"),
-        ("tiny-bert", "masked-lm", "is for --task causal-lm and --task image-text"),
-    ],
+    [("llama-3.2-1b", "causal-lm", ""), ("tiny-bert", "masked-lm", "is for --task causal-lm and --task image-text")],
 )
 def test_it_needs_a_head_for_words(model: str, task: str, said: str) -> None:
     job = make_job(model=model, task=task, seq_len=64)

@@ -40,7 +40,6 @@ def test_a_shipped_model_by_name_or_hub_id(name: str) -> None:
         ),
         ("zzz", "unknown model 'zzz' (`autotune models` lists the names)"),
         ("./nowhere", "no model at ./nowhere: expected a folder with config.json, or that file"),
-        ("/nowhere/x", "no model at /nowhere/x: expected a folder with config.json, or that file"),
         ("~/nowhere-at-all", "no model at ~/nowhere-at-all: expected a folder with config.json, or that file"),
         ("nowhere.json", "no model at nowhere.json: expected a folder with config.json, or that file"),
     ],
@@ -179,12 +178,8 @@ def test_a_workload_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("text", "has_it"),
     [
         ("def build(): ...", True),
-        ("if 1:\n    def build(): ...", True),
-        ("class build: ...", True),
-        ("x = 1\nbuild = print", True),
         ("from elsewhere import other, build", True),
         ("def builder(): ...", False),
-        ("x = 1; build = 2", False),
         ("# def build()", False),
     ],
 )
@@ -204,7 +199,6 @@ def test_where_a_function_may_come_from(
     ("wrong", "message"),
     [
         ("mine_a", "--workload mine_a: expected package.module:function"),
-        (":build", "--workload :build: expected package.module:function"),
         ("mine_a:", "--workload mine_a:: expected package.module:function"),
         ("mine_b:build", "--workload mine_b:build: no module mine_b here or installed"),
         ("mine_b.inner:build", "--workload mine_b.inner:build: no module mine_b.inner here or installed"),

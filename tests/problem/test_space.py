@@ -94,11 +94,9 @@ def test_values_that_are_equal_make_one_family() -> None:
     ("knobs", "ranks", "batch", "expected"),
     [
         ({}, 2, None, [(1, 1)]),
-        ({MICRO_BATCH: Domain((4, 2))}, 2, None, [(2, 1), (4, 1)]),
         ({MICRO_BATCH: Domain((1, 2)), ACCUMULATION: Domain((3, 1))}, 2, None, [(1, 1), (1, 3), (2, 1), (2, 3)]),
         # with a global batch the accumulation follows, unless the space lists its values
         ({MICRO_BATCH: Domain((1, 2, 3, 4))}, 2, 16, [(1, 8), (2, 4), (4, 2)]),
-        ({}, 2, 16, [(1, 8)]),
         ({MICRO_BATCH: Domain((1, 2, 4)), ACCUMULATION: Domain((2, 8))}, 2, 16, [(1, 8), (4, 2)]),
         (
             {MICRO_BATCH: Domain((1, 2, 4)), ACCUMULATION: Domain((2, 8), is_range=True)},
@@ -108,7 +106,6 @@ def test_values_that_are_equal_make_one_family() -> None:
         ),
         # a range may use any whole number in it, up to the share of a rank
         ({MICRO_BATCH: Domain((2, 4, 8), is_range=True)}, 2, 12, [(2, 3), (3, 2), (6, 1)]),
-        ({MICRO_BATCH: Domain((2, 4), is_range=True)}, 2, 16, [(2, 4), (4, 2)]),
         ({MICRO_BATCH: Domain((2, 4), is_range=True)}, 2, 20, [(2, 5)]),
     ],
 )

@@ -155,14 +155,7 @@ def test_a_knob_that_has_no_value_left(bare: SearchSpace) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "package"),
-    [
-        (None, None),
-        ("none", None),
-        ("sdpa", None),
-        ("flash_attention_2", "flash_attn"),
-        ("flash_attention_3", "flash_attn_interface"),
-        ("r=8,targets=q_proj", "peft"),
-    ],
+    [(None, None), ("none", None), ("sdpa", None), ("flash_attention_2", "flash_attn"), ("r=8,targets=q_proj", "peft")],
 )
 def test_the_package_that_a_choice_needs(bare: SearchSpace, choice: object, package: str | None) -> None:
     assert missing_package(choice) == package

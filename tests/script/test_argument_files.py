@@ -20,10 +20,7 @@ def script_of(words: str, *files: tuple[int, dict[str, object]], flag: str = "--
     [
         ("train.py --bs 4 --lr 1", "--bs", ["4"]),
         ("train.py --bs=8 --lr 1", "--bs", ["8"]),
-        ("train.py --bs=", "--bs", [""]),
         ("train.py --lr 1 --bs", "--bs", []),
-        ("train.py --bs 4 --bs=2", "--bs", ["4", "2"]),
-        ("train.py +batch=4 other=8", "batch", ["4"]),
         ("train.py ++batch=a=b", "batch", ["a=b"]),
         ("train.py --batch 4", "--bs", []),
     ],

@@ -50,7 +50,6 @@ def test_what_is_none_goes() -> None:
     ("text", "changes", "expected"),
     [
         ("a:\n", {("a",): 1}, "a: 1\n"),
-        ("a: 1", {("b",): 2}, "a: 1\nb: 2\n"),
         ("a: {x: 1, y: 2}\n", {("a", "y"): 3, ("a", "z"): "s"}, "a: {x: 1, y: 3, z: s}\n"),
         ("a: {}\n", {("a", "z"): 1}, "a:\n  z: 1\n"),
         ("a: 'x'\n", {("a",): "yes"}, 'a: "yes"\n'),

@@ -28,19 +28,14 @@ TRAIN = ("train.py", "--lr", "1")
         ("/usr/bin/python3.11 -u -X dev train.py --lr 1", "", None),
         ("torchrun train.py --lr 1", TORCHRUN, None),
         ("torchrun --nproc-per-node 2 train.py --lr 1", TORCHRUN, 2),
-        ("torchrun --nproc_per_node=2 --standalone train.py --lr 1", TORCHRUN, 2),
-        ("torchrun --nproc 2 --nnodes 1 --master-port 0 train.py --lr 1", TORCHRUN, 2),
         ("torchrun --nproc-per-node gpu --nnodes=1:1 train.py --lr 1", TORCHRUN, None),
         ("/opt/bin/torchrun --rdzv-endpoint=h:1 --tee 3 -r 3 -- train.py --lr 1", TORCHRUN, None),
         ("python -m torch.distributed.run --nproc_per_node 3 train.py --lr 1", TORCHRUN, 3),
-        ("python3 -m torch.distributed.launch --use_env --nproc_per_node 3 train.py --lr 1", TORCHRUN, 3),
         ("deepspeed train.py --lr 1", DEEPSPEED, None),
         ("deepspeed --num_gpus=2 --master_port 29501 train.py --lr 1", DEEPSPEED, 2),
-        ("deepspeed --num_gpus -1 train.py --lr 1", DEEPSPEED, None),
         ("deepspeed --include localhost:0,1 train.py --lr 1", DEEPSPEED, 2),
         ("deepspeed -i localhost:3 --bind_cores_to_rank train.py --lr 1", DEEPSPEED, 1),
         ("deepspeed --include localhost train.py --lr 1", DEEPSPEED, None),
-        ("python -m deepspeed.launcher.runner --num_gpus 4 train.py --lr 1", DEEPSPEED, 4),
         ("accelerate launch train.py --lr 1", ACCELERATE, None),
         ("accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 train.py --lr 1", ACCELERATE, 2),
         ("accelerate launch --mixed-precision bf16 --num-processes=2 train.py --lr 1", ACCELERATE, 2),
@@ -70,7 +65,6 @@ def test_a_launcher_is_understood(typed: str, kind: str, ranks: int | None) -> N
         ("accelerate launch --num_processes 2 -m axolotl.cli.train x.yml", ["-m", "axolotl.cli.train", "x.yml"]),
         ("torchrun --no-python --nproc-per-node 2 mine x.yaml", ["mine", "x.yaml"]),
         ("deepspeed --no_python mine --num_gpus 3", ["mine", "--num_gpus", "3"]),
-        ("llamafactory-cli train x.yaml", ["llamafactory-cli", "train", "x.yaml"]),
         ("axolotl train x.yml -- --num_processes 2", ["axolotl", "train", "x.yml", "--", "--num_processes", "2"]),
     ],
 )
@@ -110,7 +104,6 @@ def test_what_a_launcher_does_for_its_ranks(typed: str, python: bool, rank_flag:
             "torchrun --nnodes 2 train.py",
             "torchrun --nnodes 2: trainings over several nodes are autotune's to start: give it --hostfile FILE",
         ),
-        ("torchrun --nnodes=1:4 train.py", "torchrun --nnodes 1:4: trainings over several nodes"),
         ("deepspeed --num_nodes 2 train.py", "deepspeed --num_nodes 2: trainings over several nodes"),
         ("deepspeed -i a:0@b:0 train.py", "deepspeed --include a:0@b:0: trainings over several nodes"),
         ("deepspeed --include worker-1:0,1 train.py", "deepspeed --include worker-1:0,1: trainings over several nodes"),
@@ -137,7 +130,6 @@ def test_ranks_that_are_no_number(ranks: str) -> None:
     [
         ("torchrun train.py", "--nproc-per-node", "torchrun --nproc-per-node 4"),
         ("torchrun --nproc_per_node gpu --tee 3 train.py", "--nproc-per-node", "torchrun --nproc_per_node 4 --tee 3"),
-        ("torchrun --standalone --nproc-per-node=2 a", "--nproc-per-node", "torchrun --standalone --nproc-per-node=4"),
         ("torchrun -m --standalone mine", "--nproc-per-node", "torchrun --standalone --nproc-per-node 4"),
         ("python -m torch.distributed.run a", "--nproc-per-node", "python -m torch.distributed.run --nproc-per-node 4"),
         ("deepspeed --module mine", "--num_gpus", "deepspeed --num_gpus 4"),
@@ -199,8 +191,6 @@ def test_the_installed_launchers_have_these_options(kind: str, monkeypatch: pyte
     ("typed", "names", "left"),
     [
         ("torchrun --nproc-per-node 2 --standalone --tee 3 train.py", ("--nproc-per-node",), "--standalone --tee 3"),
-        ("torchrun --nproc_per_node=2 --standalone train.py", ("--nproc-per-node", "--standalone"), ""),
-        ("deepspeed --num_gpus 2 --master_port 1 t.py --num_gpus 3", ("--num-gpus",), "--master_port 1"),
         ("accelerate launch --multi_gpu --num_processes 2 t.py", ("--num-processes",), "--multi_gpu"),
         ("torchrun --tee 3 train.py", (), "--tee 3"),
     ],
@@ -219,7 +209,7 @@ def test_a_hostfile_of_one_host_is_this_machine(tmp_path: Path) -> None:
     assert take_apart(f"deepspeed --hostfile {path}.gone train.py".split()).kind == DEEPSPEED
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "localhost:1"])
+@pytest.mark.parametrize("host", ["localhost", "localhost:1"])
 def test_gpus_of_this_machine_may_be_named(host: str) -> None:
     assert take_apart(f"deepspeed --include {host} train.py".split()).kind == DEEPSPEED
 

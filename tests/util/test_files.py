@@ -76,7 +76,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
-@pytest.mark.parametrize("characters", [3, 60, 80, 150])
+@pytest.mark.parametrize("characters", [3, 150])
 def test_a_socket_can_be_bound_however_long_the_temporary_folder(
     characters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,56 +8,34 @@ from autotune.errors import UserError
 from autotune.util import units
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90s", 90),
-        ("30m", 1800),
-        ("1h30m", 5400),
-        ("1h", 3600),
-        ("45", 45),
-        ("1.5h", 5400),
-        ("2m05s", 125),
-        (" 10M ", 600),
-    ],
-)
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("45", 45), (" 10M ", 600)])
 def test_durations(text: str, seconds: float) -> None:
     assert units.parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "0s", "30x", "-5m", "m", "1h-3m", "5m3h", "nan", "inf", "١s", "9" * 400])
+@pytest.mark.parametrize("text", ["", "0", "-5m", "1h-3m", "١s", "9" * 400])
 def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="30m"):
         units.parse_duration(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GiB", 24 * 2**30),
-        ("24GB", 24 * 10**9),
-        ("512MiB", 512 * 2**20),
-        ("24g", 24 * 2**30),
-        ("1000", 1000),
-        ("1.5 KiB", 1536),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * 2**30), ("1.5 KiB", 1536)])
 def test_sizes(text: str, size: int) -> None:
     assert units.parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "GiB", "-1GiB", "24XB", "1e3", "0.0001b", "9" * 60])
+@pytest.mark.parametrize("text", ["", "0", "-1GiB", "1e3", "9" * 60])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="24GiB"):
         units.parse_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("5 %", 0.05), ("0.05", 0.05), ("0", 0.0)])
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0", 0.0)])
 def test_shares(text: str, share: float) -> None:
     assert units.parse_share(text) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("text", ["", "%", "100%", "1", "-1%", "five", "nan"])
+@pytest.mark.parametrize("text", ["", "100%", "-1%", "five", "nan"])
 def test_shares_that_are_none(text: str) -> None:
     with pytest.raises(UserError):
         units.parse_share(text)
@@ -91,29 +69,12 @@ def test_counts_and_odd_durations() -> None:
     assert units.format_bytes(512) == "512 B"
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("1e9", 1e9),
-        ("2B", 2e9),
-        ("1.5b", 1.5e9),
-        ("500M", 5e8),
-        ("1T", 1e12),
-        ("3 G", 3e9),
-        ("20k", 2e4),
-        ("1_000_000", 1e6),
-        ("1E+6", 1e6),
-        ("7", 7),
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [("1e9", 1e9), ("3 G", 3e9), ("7", 7)])
 def test_counts(text: str, count: float) -> None:
     assert units.parse_count(text, "--tokens") == count
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "0", "0B", "-1e9", "many", "1e9 tokens", "nan", "inf", "1e-3", "1,5", "1__0", "9" * 400, "1e19", "B", "١B"],
-)
+@pytest.mark.parametrize("text", ["", "0", "inf", "1e19", "١B"])
 def test_counts_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match=r"^--tokens .*: expected .* like 1e9, 2B, 500M or 1T$"):
         units.parse_count(text, "--tokens")
