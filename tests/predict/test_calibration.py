@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 
 from autotune.predict.calibration import QUIRKS, TIME, UNTRACED, Prior, time_priors
-from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from tests.conftest import make_job
 
 OF_PARAMETERS = {"comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives"}
 
@@ -38,11 +36,3 @@ def test_of_an_untraced_model_only_what_counted_parameters_decide_is_as_sure(
     sure, unsure = believed(hardware), believed(hardware, untraced=True, counted=counted)
     wider = {name: unsure[name].sigma / sure[name].sigma for name in TIME}
     assert wider == pytest.approx({name: 1.0 if counted and name in OF_PARAMETERS else UNTRACED for name in TIME})
-
-
-def test_parameters_are_counted_only_where_their_sizes_were_seen() -> None:
-    job = make_job()
-    guessed, seen = closed_form_trace(job, "a test"), closed_form_trace(job, "a test", ([1000, 2000], 0))
-    assert (guessed.counted, seen.counted) == (False, True)
-    assert "of activations and times are" in guessed.note
-    assert "of activations and of computing times are" in seen.note

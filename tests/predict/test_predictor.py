@@ -8,7 +8,7 @@ from autotune.search.surrogate import HOPELESS_SIGMAS
 
 from autotune.errors import UserError
 from autotune.predict import trace as traced_module
-from autotune.predict.calibration import MEMORY, Neighbours, Prior, fit, overhead_prior
+from autotune.predict.calibration import overhead_prior
 from autotune.predict.features import padded_tokens
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
@@ -133,16 +133,6 @@ def test_the_true_best_is_never_ruled_out(replay_table: ReplayTable) -> None:
         assert table.peak[0] - HOPELESS_SIGMAS * table.peak_sigma[0] < predictor.hardware.capacity_bytes
 
 
-def test_a_wrong_prediction_widens_the_interval(replay_table: ReplayTable) -> None:
-    all_ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
-    ok, others = all_ok[10::90][:6], all_ok[40::90][:6]
-    right, wrong = fresh(replay_table), fresh(replay_table)
-    for i, candidate in enumerate(ok):
-        right.observe(candidate, outcome_of(replay_table, candidate))
-        wrong.observe(candidate, outcome_of(replay_table, candidate, factor=1.5 if i % 2 else 0.7))
-    assert (wrong.table(others).peak_sigma > 2 * right.table(others).peak_sigma).all()
-
-
 def test_breakdowns_add_up() -> None:
     job = make_job(model="gemma-2-2b", precision="bf16", seq_len=2048)  # its trace is shipped
     predictor = traced_predictor(job, named_hardware("rtx3090", 2))
@@ -179,27 +169,6 @@ def test_a_candidate_more_costs_little_beside_the_first() -> None:
     alone = calls(many[:1])
     assert alone > 500
     assert calls(many) - alone < len(many) * alone / 50
-
-
-def test_the_fit_follows_data_and_priors() -> None:
-    x = np.array([1.0, 2.0, 3.0, 4.0])
-
-    def residuals(k: np.ndarray) -> np.ndarray:
-        return k[..., :1] + k[..., 1:] * x - (1 + 2 * x)
-
-    free = fit([Prior(0.0, 10.0), Prior(0.0, 10.0)], residuals, noise=0.01)
-    assert free.mean == pytest.approx([1, 2], abs=0.05)
-    held = fit([Prior(0.0, 0.001), Prior(0.0, 10.0)], residuals, noise=0.1)
-    assert abs(held.mean[0]) < 0.1
-    assert fit([Prior(3.0, 1.0)], None, noise=1.0).mean == [3.0]
-
-
-def test_neighbours_share_a_residual_and_strangers_do_not() -> None:
-    near = Neighbours.of(np.array([[0.0, 0.0]]), np.array([0.5]), amplitude=0.3, repeat=0.01)
-    shift, sigma = near.shift(np.array([[0.0, 0.0], [0.1, 0.0], [9.0, 9.0]]))
-    assert shift == pytest.approx([0.5, 0.497, 0.0], abs=0.01)
-    assert sigma[0] < 0.02
-    assert sigma[2] == pytest.approx(0.3)
 
 
 @pytest.mark.slow
@@ -324,23 +293,6 @@ def test_an_overhead_that_was_measured_is_believed(replay_table: ReplayTable) ->
         told.observe(candidate, dataclasses.replace(outcome, measurement=inside))
     assert told.constants()["overhead"] == pytest.approx(1.31, abs=0.05)
     assert abs(untold.constants()["overhead"] - 1.31) > 0.1
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_blocks_that_wait_for_another_stream_are_within_the_intervals(stage: int) -> None:
-    """With a stream of its own, communication holds on to what was freed until an event: one more bucket at stages 1 and
-    2 (the copy that is reduced, stage_1_and_2.py, allreduced.record_stream), one more prefetch at stage 3."""
-    job, hardware = make_job(model="llama-3.2-1b", precision="bf16"), named_hardware("a100", 2)
-    prepared = traced_predictor(job, hardware).prepare(
-        [make_candidate(stage, 1, overlap_comm=True, reduce_bucket_size=10**8)]
-    )
-    b, c = prepared.memory, prepared.columns
-    waiting = 2 * (c.reduce_bucket[0] if stage < 3 else c.prefetch[0])
-    at = [i for i, name in enumerate(b.moments) if name == "backward" and b.buckets[i, 0] > 0]
-    assert at
-    for i in at:
-        allowed = MEMORY["buckets"].sigma * b.buckets[i, 0] + MEMORY["gathered"].sigma * b.gathered[i, 0]
-        assert waiting <= HOPELESS_SIGMAS * allowed
 
 
 def test_host_memory_of_published_runs() -> None:

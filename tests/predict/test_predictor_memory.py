@@ -47,14 +47,6 @@ def test_blocks_that_can_be_given_back_make_nothing_not_fit() -> None:
     assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
 
 
-def test_what_does_not_fit_is_said_by_what_it_needs() -> None:
-    free = predictor_on(card(200 * GIB)).predict(BIG)
-    one = predictor_on(card(0.9 * free.needed_bytes)).predict(BIG)
-    assert not one.fits
-    assert one.binding == "device memory"
-    assert one.peak_bytes == pytest.approx(free.needed_bytes)
-
-
 @pytest.mark.parametrize(("batch", "at"), [(1, "step"), (256, "backward")])
 def test_what_fsdps_streams_have_taken_is_shown_beside_the_peak_and_can_be_given_back(batch: int, at: str) -> None:
     """In forward the last step's gradients are gone, in the step the gathered parameters: nothing else takes their place."""

@@ -8,8 +8,6 @@ import pytest
 from autotune.predict.predictor import Predictor, kept_records
 from autotune.problem.candidate import EXPANDABLE
 from autotune.problem.hardware import named_hardware
-from autotune.util.units import MIB
-from benchmarks.predict.caching_allocator import CachingAllocator
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -29,17 +27,6 @@ def records(batches: Any) -> Any:
     return (batches * (batches > before)).sum(axis=1)
 
 
-def test_the_allocator_keeps_what_the_records_took() -> None:
-    for training in batches_of(UNIFORM, 1, (20, 60)):
-        allocator = CachingAllocator()
-        for longest in training:  # tensors of one size, 2 MiB a token, taken and freed in turn
-            for name in range(3):
-                allocator.allocate(name, int(longest) * 2 * MIB)
-            for name in range(3):
-                allocator.release(name)
-        assert allocator.reserved_peak == 3 * 2 * MIB * records(training[None])[0]
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_formula_is_the_mean_of_the_records(rows: int) -> None:
     found = records(batches_of(UNIFORM, rows, (10_000, 60))) / UNIFORM[-1][0] - 1
@@ -54,13 +41,6 @@ def test_batches_of_one_length_leave_nothing() -> None:
     assert cut[0] < 0.001, "rows cut at one length hardly ever begin with a shorter one"
     few, _ = kept_records(((100, 1000), (512, 1)), np.array([1.0]), batches=10**6)
     assert few[0] == pytest.approx(100 / 512, rel=0.01)
-
-
-def test_larger_batches_pad_to_lengths_that_are_more_alike() -> None:
-    mean, deviation = kept_records(UNIFORM, np.array([1.0, 2.0, 8.0, 64.0, 2.0]))
-    assert list(mean[:4]) == sorted(mean[:4], reverse=True)
-    assert mean[4] == mean[1]
-    assert (deviation >= 0).all()
 
 
 def test_nvml_shows_them_and_a_limit_hardly_concerns_them() -> None:

@@ -67,19 +67,6 @@ def test_large_blocks_of_a_loss_are_touched_anew_on_cpu_ranks() -> None:
     assert moved(gpu, large) == moved(gpu, 0.0)
 
 
-def test_products_run_at_what_a_card_reaches() -> None:
-    a100, rtx4090, l40s = (
-        DeviceRates.of(named_hardware(name, 1), "bf16").flops for name in ("a100", "rtx4090", "l40s")
-    )
-    assert a100 == pytest.approx(0.86 * 312e12)
-    assert rtx4090 == pytest.approx(165.2e12)  # listed at its rated boost, with sums in 32 bits
-    assert l40s == pytest.approx(0.85 * 362e12)
-    assert DeviceRates.of(named_hardware("v100-32gb", 1), "bf16").flops == pytest.approx(
-        0.85 * 15.7e12
-    )  # no bf16 there
-    assert DeviceRates.of(named_hardware("a100", 1), "fp32").flops == pytest.approx(0.86 * 19.5e12)  # TF32 is off
-
-
 def test_a_small_batch_still_reads_all_weights() -> None:
     one = work_of({}, named_hardware("a100", 1))
     assert one.tail[0] == pytest.approx(3e12 / TOKENS / 2 * 2 / 2039e9)  # a weight of two bytes has two FLOPs a token
@@ -142,26 +129,6 @@ def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
             assert computing[1] - computing[0] == pytest.approx(hooks)
 
 
-def test_the_loop_costs_a_micro_batch_and_a_step() -> None:
-    hardware = named_hardware("a100", 1)
-    one, four = (work_of({"gradient_accumulation_steps": n}, hardware).loop[0] for n in (1, 4))
-    assert four - one == pytest.approx(3 * step_time.MICRO_SECONDS)
-    spent, loop = spent_of({}, hardware), one + work_of({}, hardware).step_starts[0]
-    assert spent.loop[0] == pytest.approx(loop)
-    parts = (spent.forward, spent.backward, spent.recompute, spent.communication, spent.optimizer, spent.offload)
-    assert spent.step[0] == pytest.approx(float(sum(part[0] for part in parts) + loop))
-
-
-def test_a_step_starts_kernels_for_each_tensor() -> None:
-    """Stage 0 handles each tensor, ZeRO its flat parts; torch alone handles many tensors at once."""
-    hardware = named_hardware("a100", 1)
-    each = step_time.OPERATOR_SECONDS * len(TRACE.parameters)
-    plain, parts = (work_of({"zero_stage": stage}, hardware).step_starts[0] for stage in (0, 2))
-    assert plain - parts == pytest.approx(3 * each)
-    alone = work_of({"zero_stage": 0}, hardware, torch_alone=True).step_starts[0]
-    assert plain - alone == pytest.approx(5 * each)
-
-
 def test_cpu_adam_follows_the_number_of_cores() -> None:
     """16 cores beside an H100 stepped 1.5e9 parameters in about 0.55 s; two sockets reach the limit of their memory."""
     out, one = {"zero_stage": 2, "offload_optimizer": "cpu"}, named_hardware("h100", 1)
@@ -201,17 +168,6 @@ def test_zero_3_gathers_frozen_parameters_too() -> None:
     assert all_of_it.cpu_adam[0] == little.cpu_adam[0]
 
 
-def test_a_slow_processor_hides_what_the_gpu_waits_for() -> None:
-    hardware, job = named_hardware("rtx4090", 4), job_of(4)
-    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    c = columns_of([Candidate.of(batch)], job)
-    k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    slow = dataclasses.replace(step_work(job, hardware, TRACE, c), starts=np.array([1e4]))
-    assert spend(slow, c, {**k, "hidden": 0.6}).communication[0] < 1.0  # collectives still take their start
-    fast = dataclasses.replace(slow, starts=np.array([0.0]))
-    assert spend(fast, c, {**k, "hidden": 0.6}).communication[0] > 10.0
-
-
 def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
     knobs = {"zero_stage": 2, "offload_optimizer": "cpu"}
     one, two = (work_of(knobs, named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
@@ -219,13 +175,6 @@ def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
     assert DeviceRates.of(named_hardware("a100", 8), "bf16").pcie == 12e9  # two share a switch
     assert DeviceRates.of(named_hardware("a100", 1), "bf16").pcie == 24e9
     assert DeviceRates.of(named_hardware("h100", 8), "bf16").pcie == 48e9
-
-
-def test_zero_3_offloads_beside_computation_and_zero_2_does_not() -> None:
-    hardware = named_hardware("a100", 1)
-    k = {"zero_stage": 3, "offload_optimizer": "cpu", "train_micro_batch_size_per_gpu": 1024}
-    three, two = spent_of(k, hardware), spent_of({**k, "zero_stage": 2}, hardware)
-    assert three.offload[0] < two.offload[0]
 
 
 def test_the_host_of_one_node_holds_what_its_ranks_offload() -> None:

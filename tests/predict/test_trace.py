@@ -66,13 +66,6 @@ def test_two_shallow_traces_tell_a_deep_one_exactly(model: str) -> None:
                 assert peaks[0] == pytest.approx(peaks[1], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_checkpointing_keeps_less_and_computes_more() -> None:
-    trace = trace_job(make_job())
-    assert trace.of(True).after_forward[1] < 0.6 * trace.plain.after_forward[1]
-    assert sum(trace.of(True).flops) > 1.1 * sum(trace.plain.flops)
-
-
 def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     made = trace_job(make_job())
@@ -341,9 +334,7 @@ def test_what_computes_in_16_bits_only_is_refused_in_32(attention: str) -> None:
     "error",
     [
         ImportError("libcuda.so.1: cannot open shared object file"),
-        RuntimeError("0 active drivers ([]). There should only be one."),
         AssertionError("Torch not compiled with CUDA enabled"),
-        OSError("We couldn't connect to the Hub to load the kernel"),
         AttributeError("module 'triton' has no attribute 'jit'"),
     ],
 )

@@ -82,14 +82,6 @@ def test_sizes_are_asked_for_where_no_answer_has_them(tmp_path: Path, monkeypatc
     assert trace_job(job_of("mamba")).parameters == [7, 9]
 
 
-def test_without_attention_layers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(tracing, "_run_tracer", late([], [[10_000] * 20, 0]))
-    job = job_of("mamba", 256)
-    deep = Job(ModelSpec("mamba", {**job.model.config, "num_hidden_layers": 20}, "test"), 1, seq_len=256)
-    assert trace_job(deep).plain.act_bytes_per_sequence > 4 * trace_job(job).plain.act_bytes_per_sequence
-
-
 def test_an_estimated_model_is_predicted_far_less_surely_than_a_traced_one() -> None:
     job = make_job(ranks=4, precision="bf16", model="llama-3.1-8b", seq_len=2048)
     estimated = trace_cache.closed_form_trace(job, "a test")

@@ -7,11 +7,10 @@ import pytest
 
 from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import estimate_memory, gathered_bytes, persistent
+from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
-from tests.conftest import make_candidate, make_job
 
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/data/live_tensors_lora_cpu.json").read_text())["rows"]
 
@@ -34,26 +33,3 @@ def test_real_engines_are_met(row: dict[str, object]) -> None:
     # one sequence of the smallest model with tied weights peaks in forward, where the order of the last frees decides
     smallest = row["model"] == "tiny-gemma-2" and "max_reuse_distance" in str(row["candidate"])
     assert float(one.peaks()[at, 0].max() + one.host[0]) == pytest.approx(live, rel=0.15 if smallest else 0.07)
-
-
-@pytest.mark.slow
-def test_frozen_parameters_are_gathered_and_go_again() -> None:
-    job = make_job(2, precision="bf16", lora=parse_lora("r=4"))
-    trace = trace_job(job, device="cpu")
-    whole = 2.0 * sum(trace.every_size)
-    assert sum(trace.frozen_sizes) == trace.frozen > 10 * sum(trace.parameters)
-    for checkpointing in (False, True):
-        assert max(trace.of(checkpointing).in_use) < 0.6 * whole
-    columns = columns_of([make_candidate(3, 1)], job)
-    assert gathered_bytes(trace, columns, 2.0, 2.0)[0] == whole, "all of a tiny model is used again soon"
-    assert persistent(trace, columns)[0] >= sum(n for n in trace.every_size if n <= 100_000)
-
-
-@pytest.mark.slow
-def test_frozen_parameters_take_host_memory_where_parameters_are_offloaded() -> None:
-    job = make_job(2, precision="bf16", lora=parse_lora("r=4"))
-    trace = trace_job(job, device="cpu")
-    candidate = make_candidate(3, 1, offload_optimizer="cpu", offload_param="cpu")
-    one = estimate_memory(job, trace, columns_of([candidate], job))
-    assert one.parameters[0] == 0
-    assert one.host[0] > 2.0 * trace.frozen / 2

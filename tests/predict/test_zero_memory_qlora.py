@@ -44,8 +44,6 @@ def llama(layers: int, hidden: int, inner: int, key_values: int, vocabulary: int
     # Lightning-AI/litgpt 4839345, tutorials/resource-tables.md, "Single-GPU Inference", bnb.nf4-dq on an A100
     [
         ((32, 4096, 11008, 4096, 32000), 4.26),  # Llama 2 7B
-        ((40, 5120, 13824, 5120, 32000), 7.72),  # 13B
-        ((48, 8192, 22016, 1024, 32016), 18.95),  # CodeLlama 34B
         ((80, 8192, 28672, 1024, 32000), 37.21),  # Llama 2 70B
     ],
 )
