@@ -16,7 +16,7 @@ from autotune.util.linux import MainMemory
 from autotune.util.units import GIB, MIB
 from autotune.workers.gpu_locks import lock_gpus
 from tests.cli_call import call
-from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, NO_PROCESS, Card, Driver, Slice
+from tests.fake_driver import GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, NO_PROCESS, Card, Driver, Slice
 from tests.network import mount
 from tests.util.test_interpreter import stand_in
 
@@ -192,19 +192,6 @@ def test_a_desktop_is_said_and_no_trouble(driver: Driver) -> None:
     assert "900.0 MiB in use" in finding.found
 
 
-def test_a_container_that_hides_processes(driver: Driver) -> None:
-    finding = found_of(driver, Card(RTX_3090, 24, hidden_mib=9 * 1024))["GPU 0"]
-    assert finding.level == "warn"
-    assert "9.00 GiB in use by processes that NVML does not show" in finding.found
-
-
-def test_an_old_driver_does_not_tell_what_it_keeps(driver: Driver) -> None:
-    driver.failing = {"nvmlDeviceGetMemoryInfo_v2": FUNCTION_NOT_FOUND}
-    finding = found_of(driver, Card(RTX_3090, 24))["GPU 0"]
-    assert finding.level == "good"
-    assert finding.found.endswith("320.0 MiB in use by probably the driver and processes")
-
-
 def test_a_slice_and_a_card_that_is_gone(driver: Driver) -> None:
     lost = Card(RTX_3090, 24, error=GPU_IS_LOST)
     sliced = Card("A100", 40, capability=(8, 0), mig=True, slices=[Slice("A100 MIG 1g.5gb", 4.75)])
@@ -259,7 +246,6 @@ def test_a_gpu_that_another_study_holds(driver: Driver) -> None:
             "RM has detected an NVML/RM version mismatch",
         ),
         ({"nvmlSystemGetDriverVersion": 999}, "bad", "driver", "NVIDIA's driver does not answer: Unknown Error"),
-        ({"nvmlDeviceGetCount_v2": 999}, "bad", "driver", "NVIDIA's driver does not answer: Unknown Error"),
     ],
 )
 def test_a_driver_that_does_not_answer(

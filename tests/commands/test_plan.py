@@ -19,7 +19,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
-from autotune.results.plan import Plan, fewest_gpus
+from autotune.results.plan import fewest_gpus
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
@@ -209,54 +209,18 @@ def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.
         plans(request, ["h100"])
 
 
-@pytest.mark.slow
-def test_cards_are_compared_at_the_same_global_batch() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["a100"])
-    batch = plan.job.global_batch_size
-    assert batch == 128
-    for card in plan.cards:
-        for outlook in (card.fewest, card.fewest_offloading, card.best):
-            assert outlook is None or outlook.job.global_batch_size == batch
-    assert plan.own is not None
-
-
-def largest_fitting(plan: Plan) -> int:
-    return max((way.largest.candidate.micro_batch for way in plan.ways if way.largest), default=0)
-
-
-@pytest.mark.slow
-def test_more_memory_is_never_worse() -> None:
-    small, large = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["rtx3090", "a100-80gb"])
-    assert largest_fitting(large) >= largest_fitting(small)
-    assert large.best[0].samples_per_second > small.best[0].samples_per_second
-
-
-@pytest.mark.slow
-def test_a_global_batch_is_kept() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048, global_batch_size=48), ["rtx4090"])
-    assert plan.best
-    for one in plan.best:
-        assert one.candidate.micro_batch * one.candidate.accumulation * 2 == 48
-
-
 @pytest.mark.parametrize(
     ("request_", "names", "said"),
     [
         (Request("gemma-2-2b", 4), ["rtx309"], "rtx3090"),
         (Request("gemma-2-2b", -1), ["rtx3090"], "at least|between"),
-        (Request("gemma-2-2b", 0), ["rtx3090"], "between 1"),
         (Request("gemma-2-2c", 4), ["rtx3090"], "gemma-2-2b"),
-        (Request("gemma-2-2b", 4, seq_len=10**6), ["rtx3090"], "at most 8192"),
         (Request("gemma-2-2b", 4), [None], "no GPU"),
         (Request("gemma-2-2b", 4, nodes=0), ["rtx3090"], "--nodes 0: expected at least 1"),
-        (Request("gemma-2-2b", 4, nodes=-2), ["rtx3090"], "--nodes -2"),
         (Request("gemma-2-2b", 8, nodes=4000), ["rtx3090"], "32000 GPUs, expected at most 4096"),
         (Request("gemma-2-2b", 4, tokens="0"), ["rtx3090"], "--tokens 0: expected between"),
-        (Request("gemma-2-2b", 4, tokens="-1e9"), ["rtx3090"], "--tokens -1e9"),
-        (Request("gemma-2-2b", 4, tokens="many"), ["rtx3090"], "--tokens many: expected a number"),
         (Request("gemma-2-2b", 4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
         (Request("gemma-2-2b", 4, host_memory="lots"), ["rtx3090"], "no size"),
-        (Request("gemma-2-2b", 4, memory_cap="600MiB"), ["rtx3090"], "context and NCCL"),
         (Request("gemma-2-2b", 4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),
     ],
 )
@@ -275,11 +239,6 @@ def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
     assert {one.candidate.get("attention") for one in plan.best} == {"sdpa"}
     assert plan.note.startswith("--attn flash_attention_3 computes in 16 bits")
     assert plan.note.endswith(": left out")
-
-
-def test_an_impossible_number_of_gpus_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--gpus: .* to 4096, found 10000000"):
-        Request("gemma-2-2b", 10**7)
 
 
 @pytest.mark.slow

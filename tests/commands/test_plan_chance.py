@@ -94,23 +94,6 @@ def test_nothing_is_recommended_at_less_than_even_odds(trace: Trace) -> None:
     assert "tokens/s" not in "".join(line for line in text_of(plan).splitlines() if "none" in line)
 
 
-def test_a_stage_that_fits_with_checkpointing_alone_has_a_row_for_it(trace: Trace) -> None:
-    with_help = Predictor(JOB, CARD, trace)
-    candidates = [c for c in SPACE.candidates(JOB) if c.stage == 3 and c.micro_batch == 1]
-    table = with_help.table(candidates)
-    plain, again = (int(i) for i in sorted(range(2), key=lambda i: candidates[i].checkpointing))
-    between = int(0.5 * (table.sure[again] + table.sure[plain]))
-    plan, *_ = planned(trace, dataclasses.replace(CARD, memory_bytes=between))
-    ways = {(way.stage, way.checkpointing): way for way in plan.ways}
-    assert (ways[3, False].largest, plan.best[0].candidate.stage) == (None, 3)
-    helped = ways[3, True].largest
-    assert helped is not None
-    assert helped.sure
-    assert helped.candidate.checkpointing
-    row = next(row for row in plan.to_json()["ways"] if (row["stage"], row["checkpointing"]) == (3, True))
-    assert row["largest"]["candidate"] == helped.candidate.as_dict
-
-
 def test_every_row_of_the_stages_agrees_with_the_headline(trace: Trace) -> None:
     for sigmas in (-1.0, 0.0, 0.5, 1.0, 2.0):
         plan, setup, predictor = planned(trace, where(trace, SPACE, sigmas))

@@ -13,7 +13,7 @@ import pytest
 
 import autotune
 from autotune.cli.app import parser
-from autotune.commands.request import Panel, Request, parameters
+from autotune.commands.request import Request, parameters
 from autotune.errors import UserError
 from tests.cli_call import call
 
@@ -35,13 +35,6 @@ def test_options_of_a_command_are_the_fields_for_it(command: str) -> None:
 def test_every_field_is_an_option_of_some_command() -> None:
     declared = {one.name for command in COMMANDS for one in parameters(command)}
     assert {one.name for one in dataclasses.fields(Request)} - declared == NO_OPTIONS
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_first_panel_has_ten_options(command: str) -> None:
-    options = [one for one in parameters(command) if not one.option.is_argument]
-    assert len([one for one in options if one.panel is Panel.FIRST]) == 10
-    assert all(one.panel is Panel.FIRST for one in options[:10])
 
 
 def every_command(group: Any = None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

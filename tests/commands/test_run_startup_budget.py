@@ -70,14 +70,6 @@ def test_the_time_of_an_answer_is_not_the_budgets(monkeypatch: pytest.MonkeyPatc
     assert clock.stopped_by(None) is None
 
 
-def test_a_search_keeps_its_own_clock() -> None:
-    deadline = at(13.0)
-    assert deadline.ends_startup
-    deadline.end_startup()
-    assert not deadline.ends_startup
-    assert deadline.passed
-
-
 def test_a_build_that_goes_on_counts_as_one() -> None:
     ops = Ops(lambda text: None)
     ops._report({"state": "building", "op": "CPUAdamBuilder", "last_seconds": None})

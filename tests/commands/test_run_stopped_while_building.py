@@ -56,15 +56,6 @@ def test_a_run_ends_with_its_compilers(tmp_path: Path, compiler: SlowCompiler, n
 
 
 @pytest.mark.slow
-def test_a_script_is_stopped_before_its_first_run(tmp_path: Path, compiler: SlowCompiler) -> None:
-    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
-    script = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"]
-    code, out = stopped(compiler, tmp_path, signal.SIGTERM, "run", *ON_CPU, "--yes", "--", *script)
-    assert code == 130
-    assert "Traceback" not in out
-
-
-@pytest.mark.slow
 def test_a_launch_builds_first_and_is_stopped(tmp_path: Path, compiler: SlowCompiler) -> None:
     given = ["launch", "--model", "tiny-llama", *ON_CPU, "--seq-len", "32", "--global-batch-size", "2"]
     code, out = stopped(compiler, tmp_path, signal.SIGTERM, *given, "--", str(SCRIPTS / "plain.py"))

@@ -99,23 +99,14 @@ def of_tokens(now: Values) -> Batch:
     [
         (per_gpu, {"--batch_size": 4, "--update_freq": 4, "--workers": 4}, {}, {"--batch_size": 8, "--update_freq": 2}),
         (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4}, {}, {"--batch-size": 16, "--iter-size": 2}),
-        (over_ranks, {"--batch-size": 8, "--iter-size": 1}, {}, {"--batch-size": 32}),
         (of_a_step, {"--global_batch_size": 32, "--accum": 4}, {"--global_batch_size": 32}, {"--accum": 2}),
-        (
-            derived,
-            {"--train_batch_size": 32, "--micro_train_batch_size": 4},
-            {"--train_batch_size": 32},
-            {"--micro_train_batch_size": 8},
-        ),
         (of_tokens, {"--max_tokens": 256, "--warmup": 64}, {}, {"--max_tokens": 1024}),
-        (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4, "--threads": 4}, {}, {"--batch-size": 16}),
         (
             derived,
             {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4},
             {"--train_batch_size": 32},
             {},
         ),
-        (accumulates_over_ranks, {"--batch_size": 6, "--accumulate": 8}, {}, {"--batch_size": 12, "--accumulate": 4}),
         (
             accumulates_over_ranks,
             {"--batch_size": 6, "--accumulate": 8, "--workers": 4, "--heads": 8},
@@ -128,8 +119,6 @@ def of_tokens(now: Values) -> Batch:
             {},
             {"--batch_size": 12, "--gradient_accumulation_steps": 4},
         ),
-        (accumulates_over_ranks, {"--batch_size": 4, "--accumulate": 8}, {}, {"--batch_size": 8, "--accumulate": 4}),
-        (per_gpu, {"--batch_size": 3, "--update_freq": 2, "--steps": 6}, {}, {"--batch_size": 6, "--update_freq": 1}),
     ],
 )
 def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(

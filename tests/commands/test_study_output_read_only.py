@@ -30,13 +30,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("words", "made"),
-    [
-        (("show",), ()),
-        (("export",), ("s.json", "s.meta.json")),
-        (("report",), ("s.html",)),
-        (("record",), ("s.table",)),
-    ],
+    ("words", "made"), [(("show",), ()), (("export",), ("s.json", "s.meta.json")), (("report",), ("s.html",))]
 )
 def test_it_is_read_and_what_is_made_of_it_lies_here(
     theirs: Path,

@@ -12,7 +12,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.results.console import code_legend, config_sentence, no_winner_lines, train_with, verdict_lines
 from autotune.results.export import lossy_settings, training_changes
 from autotune.results.report.build import _gains
-from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, wrong_batch_warning
+from autotune.script.script import wrong_batch_warning
 from autotune.search.leaderboard import study_facts
 from autotune.search.stopping import StopReason
 from autotune.search.trials import AS_IS, NO_CALL, SEARCH, VERIFY, Record
@@ -323,14 +323,7 @@ def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
         (False, False, [], None),
         (False, True, [], "call model.gradient_checkpointing_enable"),
         (False, True, ["--gradient_checkpointing"], None),
-        (True, True, [], None),
         (True, False, [], "take it out"),
-        (
-            True,
-            False,
-            ["--gradient_checkpointing"],
-            "take it out",
-        ),  # which changes nothing of what the code does itself
     ],
 )
 def test_checkpointing_that_no_command_carries_is_said(
@@ -378,17 +371,6 @@ def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
             f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: "
         )
         assert lines[1].endswith(words)
-
-
-def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
-    flags = tuple({**KNOWN_FLAGS, "config": CONFIG_FLAG}.values())
-    profile = {"loader_prepared": False, "through_arguments": True, "flags": flags}
-    script = Script(("train.py", CONFIG_FLAG, "ds.json"), str(tmp_path), profile=profile)
-    for given in ({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}):
-        line, _ = train_with(make_candidate(), make_job(1, script=script), "s", tmp_path / "s.json", 3, given).lines()
-        order = "CUDA_DEVICE_ORDER=PCI_BUS_ID " if given else ""
-        expected = f"  train with: {order}OMP_NUM_THREADS=3 torchrun"
-        assert line.startswith(expected)
 
 
 def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> None:

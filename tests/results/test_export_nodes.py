@@ -11,12 +11,9 @@ import pytest
 import yaml
 
 from autotune.problem.job import Script
-from autotune.problem.outcome import Measurement
 from autotune.results.console import train_with
 from autotune.results.export import over_nodes, sbatch_script, write_export
 from tests.conftest import make_candidate, make_job
-
-MEASUREMENT = Measurement(0.5, 0.01, 4, 16.0, 512.0, 10**9)
 
 
 @pytest.fixture
@@ -45,18 +42,6 @@ def hostfile(tmp_path: Path) -> Path:
             "accelerate launch --use_deepspeed --num_processes 4 train.py --num_processes 3",
             "accelerate launch --num_processes 8 --num_machines 2 --machine_rank RANK_OF_THIS_NODE --main_process_ip node1 "
             "--main_process_port 29500 --deepspeed_multinode_launcher standard --use_deepspeed train.py --num_processes 3",
-            True,
-        ),
-        (
-            "accelerate launch --num_processes=4 --use_deepspeed train.py --num_machines 3",
-            "accelerate launch --num_processes 8 --num_machines 2 --machine_rank RANK_OF_THIS_NODE --main_process_ip node1 "
-            "--main_process_port 29500 --deepspeed_multinode_launcher standard --use_deepspeed train.py --num_machines 3",
-            True,
-        ),
-        (
-            "torchrun --nproc-per-node 4 --standalone -m my.train --standalone",
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id autotune --rdzv-endpoint node1:29500 "
-            "--nproc-per-node 4 -m my.train --standalone",
             True,
         ),
         ("llamafactory-cli train a.yaml", "llamafactory-cli train a.yaml", True),

@@ -66,14 +66,6 @@ def test_a_variable_with_a_path_is_set_by_the_reader(monkeypatch: pytest.MonkeyP
     assert with_findings("s", known, TYPED).variables == {"CUDA_HOME": "/opt/cuda"}
 
 
-def test_maps_and_a_config_of_the_study_are_typed_again() -> None:
-    known = replace(TYPED, flags=((BATCH, "--bs"),), ds_config="/other/ds.json")
-    with pytest.raises(UserError, match=rf"tuned with --map {BATCH}=--bs --ds-config /other/ds\.json, .* typed again"):
-        with_findings("s", known, TYPED)
-    typed = replace(TYPED, flags=((BATCH, "--rows"),), ds_config="/mine.json")
-    assert with_findings("s", known, typed).flags == typed.flags
-
-
 def test_a_training_gets_no_code_and_no_path_of_a_recorded_job() -> None:
     job = make_job(1)
     data = json.loads(json.dumps(job.to_json()))

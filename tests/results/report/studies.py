@@ -55,11 +55,6 @@ def tell(store: StudyStore, candidate: Candidate, outcome: Outcome, role: str = 
     return number
 
 
-def with_card(card_gib: float) -> Hardware:
-    """The machine with cards of another size."""
-    return dataclasses.replace(machine(), memory_bytes=int(card_gib * GIB))
-
-
 def in_memory(model: str = "tiny-llama", hardware: Hardware | None = None) -> StudyStore:
     job = make_job()
     named = dataclasses.replace(job, model=dataclasses.replace(job.model, name=model))

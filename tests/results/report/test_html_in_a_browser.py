@@ -69,14 +69,6 @@ def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
     assert "autotune run --study an error" in browser.text("#reproduce")
 
 
-@pytest.mark.slow
-def test_an_empty_study_says_so(browser: Browser, pages: Pages) -> None:
-    browser.open(pages("empty"))
-    assert "No trial has ended yet." in browser.text("#verdict")
-    assert browser.shown("svg.plot") == 0
-    assert browser.complaints() == []
-
-
 def test_one_filter_is_for_the_table_and_the_chart(browser: Browser, pages: Pages) -> None:
     browser.open(pages("everything"))
     before = browser.shown("#speed svg [data-t]")
