@@ -191,7 +191,7 @@ class Nodes:
     print_line: Callable[[str], None]
     request: Request
     interpreter: Interpreter  # of the ranks
-    variables: tuple[str, ...] = ()  # of this process that a typed command sets; sent too
+    variables: tuple[str, ...] = ()  # variables of this process that a typed command sets; sent too
     cluster: Cluster | None = None
 
     def also_send(self, variables: Iterable[str]) -> None:

@@ -224,7 +224,7 @@ def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
         known = stored_ladder(folder, store.name)
         if known and known[0].candidate == top:
             return known
-    unprotected = dataclasses.replace(store.job, unprotected=True)  # as the training itself
+    unprotected = dataclasses.replace(store.job, unprotected=True)  # like the training itself
     predictor = traced_predictor(unprotected, store.hardware)
     for record in store.records():
         if record.outcome is not None:

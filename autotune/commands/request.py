@@ -61,7 +61,7 @@ class Option:
     complete: str = ""  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
     variable: str | None = None  # environment variable that sets the option
     in_python: bool = True  # the Python API has the option
-    is_code: bool = False  # it names code to run, which a job file does not supply: it must be typed
+    is_code: bool = False  # names code to run, which a job file does not supply: it must be typed
     plan: Variant = Variant()
     launch: Variant = Variant()
 

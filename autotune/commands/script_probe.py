@@ -269,7 +269,7 @@ def _checked(
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
     largest = {LARGEST: facts[LARGEST]} if LARGEST in facts else {}
-    repeated = seeds | largest  # what every later run of the script has in common with the first
+    repeated = seeds | largest  # common to the first and every later run of the script
     profile |= repeated
     unheeded = unheeded_accumulation(facts, profile, executor.hardware.count) if own else ""
     if measured is not None and not unheeded:
@@ -432,7 +432,7 @@ def _run_with_ops(
     return outcome, {**session.facts, **found}
 
 
-_NOT_BUILT = re.compile("building extension|JIT load")  # of torch and of DeepSpeed
+_NOT_BUILT = re.compile("building extension|JIT load")  # torch's and DeepSpeed's
 
 
 def _refuse_unless_run(

@@ -67,7 +67,7 @@ class PlanSetup:
     space: SearchSpace
     faults: tuple[str, ...] = ()  # known faults of the installed DeepSpeed that concern the job, for display
     tokens: float = TOKENS  # tokens of the whole training, for its hours and cost
-    price: Price | None = None  # of one of these GPUs
+    price: Price | None = None  # one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
     precision_typed: bool = False  # otherwise each card has its own default
     batch_assumed: bool = (

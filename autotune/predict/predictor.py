@@ -487,7 +487,7 @@ class Prediction:
     """Prediction of one candidate; intervals hold 95 %."""
 
     candidate: Candidate
-    peak_bytes: float  # as NVML shows it: at most the card's capacity, unless more is needed
+    peak_bytes: float  # NVML's figure: at most the card's capacity, unless more is needed
     peak_interval: tuple[float, float]
     allocated_bytes: float  # by torch
     allocated_interval: tuple[float, float]
@@ -502,7 +502,7 @@ class Prediction:
     time: dict[str, float]  # seconds by cause
     samples_per_second: float
     binding: str  # the limit: device memory, host memory, or the largest cause of step time
-    fits: bool  # as expected, at even odds
+    fits: bool  # expected value, at even odds
     chance: float  # probability that the need stays under the ceiling; 0 if main memory is too small
     exact: bool  # False if the model could not be traced
 
@@ -516,7 +516,7 @@ class Prediction:
 class Table:
     """Predictions of many candidates as arrays, in their order."""
 
-    peak: Floats  # as NVML shows it
+    peak: Floats  # NVML's figure
     peak_sigma: Floats
     allocated: Floats  # by torch
     allocated_sigma: Floats

@@ -447,7 +447,7 @@ class Job:
         if self.lengths:
             packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
             tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"
-        length = [] if self.script is not None and self.seq_len == 1 else [tokens]  # of a script without tokens
+        length = [] if self.script is not None and self.seq_len == 1 else [tokens]  # a script without tokens has it
         return ", ".join([self.model.name, *length, self.precision, *extras, optimizer, batch])
 
     @property

@@ -22,7 +22,7 @@ class _Condition:
 
     counter: str  # expression; a loop over a range has its variable
     limit: str
-    text: str  # as the user wrote it
+    text: str  # text of the user
 
 
 class LoopEnds:
@@ -133,6 +133,6 @@ def _value(expression: str, frame: types.FrameType) -> float | None:
         return None
     try:
         value: Any = eval(code, frame.f_globals, frame.f_locals)
-    except Exception:  # of the script's own classes
+    except Exception:  # attributes of the script's own classes
         return None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

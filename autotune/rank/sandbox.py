@@ -379,13 +379,13 @@ class _Tree:
         self._show("/")
         for path in () if self._ordinary else sorted(self._mounts):
             if path in _KERNEL_FOLDERS or not any(_contains(one, path) for one in _KERNEL_FOLDERS):
-                with suppress(OSError):  # it lies below another mount
+                with suppress(OSError):  # lies below another mount
                     self._show(path)
         self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), self._memory)
         for path in (one for one in linux.listening_sockets() if not one.startswith(_KERNEL_FOLDERS)):
             with suppress(OSError):
                 at = self._at(os.path.realpath(path))
-                if linux.serves_every_user(path):  # it can be connected to, but not changed
+                if linux.serves_every_user(path):  # can be connected to, but not changed
                     linux.mount(path, at, linux.BIND)
                     linux.make_read_only(at)
                 elif os.path.samestat(os.stat(path), os.stat(at)):  # its daemon would do what the script may not

@@ -22,7 +22,7 @@ from autotune.rank.random_state import RandomState
 
 _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones, and as many buffers
 _ELEMENTS = 512  # of each sampled tensor, evenly spaced over it
-_PROJECTIONS = 8  # of the initial weights
+_PROJECTIONS = 8  # samples of the initial weights
 _OF_A_ROW = 32  # first elements of a row that its digest reads
 _ENDED = 0.01  # share of its highest rate at which a schedule has come down to zero
 _LARGEST = sys.float_info.max  # stands for a value that is not finite, which JSON cannot hold

@@ -155,7 +155,7 @@ class Supervisor:
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
-        self._reference: TrainingTrace | None = None  # of the first attempt
+        self._reference: TrainingTrace | None = None  # facts of the first attempt
         self._first_step = first_step
         self._otherwise = ""  # how the first attempt differs from the study, or a later one from the first
 

@@ -46,7 +46,7 @@ def _fill(context: Context, arguments: Any) -> None:
             context.allowed_tokens.append(longest)
     if context.device == "cpu":
         arguments.use_cpu = True
-    arguments.auto_find_batch_size = False  # it would catch an OOM and halve the batch
+    arguments.auto_find_batch_size = False  # Trainer would catch an OOM and halve the batch
     _note(context, arguments)
     if context.batch is not None:
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = context.batch
