@@ -1,7 +1,6 @@
 """A script that cannot be tuned is refused in one line that says what to do, not with the end of a log."""
 
 import errno
-import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,12 +124,6 @@ def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
 def chained(first: BaseException, second: BaseException) -> BaseException:
     second.__cause__ = first
     return second
-
-
-def refused_by_sqlite() -> BaseException:
-    with pytest.raises(sqlite3.OperationalError) as caught:
-        sqlite3.connect("file:/nowhere/x.db", uri=True)
-    return caught.value
 
 
 CAP = "--memory-cap"

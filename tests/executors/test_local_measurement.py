@@ -145,9 +145,3 @@ def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
         FailureEvidence("cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1)), greeted=True, server_lives=False
     )
     assert found.kind is OutcomeKind.OOM_HOST
-
-
-def test_ranks_that_never_came_up() -> None:
-    found = failed_outcome(KILLED, greeted=False, server_lives=False)
-    assert found.kind is OutcomeKind.INFRASTRUCTURE
-    assert found.reason.startswith("the ranks did not come up: ")

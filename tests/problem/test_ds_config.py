@@ -18,8 +18,6 @@ from autotune.rank.ds_config import needed_ops, trial_config
 from autotune.results.export import meta, training_arguments
 from tests.conftest import make_job
 
-BUCKET = "zero_optimization.reduce_bucket_size"
-
 
 def config_at(path: str, value: Any) -> dict[str, Any]:
     config: dict[str, Any] = {}

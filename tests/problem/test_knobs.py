@@ -21,7 +21,6 @@ ONE, TWO_NODES = named_hardware("a100-80", 8), named_hardware("a100-80", 16, nod
 CPU, ALONE = detect("cpu", 2), named_hardware("a100-80", 1)
 RATIO = ZERO + "offload_optimizer.ratio"
 HPZ = ZERO + "zero_hpz_partition_size"
-MICS = ZERO + "mics_shard_size"
 
 
 def job_on(hardware: Hardware, **changes: Any) -> Any:

@@ -21,16 +21,6 @@ from tests.fake_driver import CUDA_LOG, Card, CudaCall, Driver, cuda_calls
 
 SUCCESS, NOT_INITIALIZED = 0, 3  # CUresult
 CHECKS_THE_FORK = "in _driver_answers"  # the fork server's child that tries CUDA
-_FORKS = """
-import ctypes, os
-def wake():
-    return ctypes.CDLL("libcuda.so.1").cuInit(0)
-print(wake(), flush=True)
-if os.fork() == 0:
-    print(wake(), flush=True)
-    os._exit(0)
-os.wait()
-"""
 
 
 @dataclass
@@ -62,17 +52,6 @@ def cuda(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cud
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
     return made
-
-
-def test_the_fake_cuda_driver_fails_in_a_fork_of_a_process_that_has_called_it(cuda: Cuda) -> None:
-    done = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [str(SUCCESS), str(NOT_INITIALIZED)]
-    parent, child = cuda.calls()
-    assert (parent.result, child.result) == (SUCCESS, NOT_INITIALIZED)
-    assert parent.pid != child.pid
-    for call in (parent, child):
-        assert "libcuda.so.1(cuInit" in call.stack
-        assert ", line 4 in wake" in call.stack
 
 
 @dataclass

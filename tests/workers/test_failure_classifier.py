@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import FailureEvidence, classify_failure, is_memory_error, is_secondary
+from autotune.workers.failure_classifier import FailureEvidence, classify_failure, is_memory_error
 from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
 from tests.workers.failures import expected_outcome
 
@@ -30,26 +30,7 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
     ("device", "kind", "text", "expected"),
     [
         ("cuda", "torch.OutOfMemoryError", CUDA_OOM, OutcomeKind.OOM_DEVICE),
-        (
-            "cuda",
-            "builtins.RuntimeError",
-            "Worker failed: CUDA out of memory. Tried to allocate 20 MiB",
-            OutcomeKind.OOM_DEVICE,
-        ),
-        (
-            "cuda",
-            "builtins.RuntimeError",
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            OutcomeKind.OOM_DEVICE,
-        ),
-        ("cuda", "builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", OutcomeKind.OOM_DEVICE),
         ("cuda", "torch.AcceleratorError", "CUDA error: out of memory", OutcomeKind.OOM_DEVICE),
-        (
-            "cuda",
-            "torch.distributed.DistBackendError",
-            "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error. Last error: Cuda failure 'out of memory'",
-            OutcomeKind.OOM_DEVICE,
-        ),
         (
             "cuda",
             "builtins.RuntimeError",
@@ -58,18 +39,9 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
         ),
         ("cuda", "builtins.RuntimeError", CPU_OOM, OutcomeKind.OOM_HOST),
         ("cuda", "builtins.MemoryError", "", OutcomeKind.OOM_HOST),
-        (
-            "cuda",
-            "builtins.RuntimeError",
-            "unable to mmap 1024 bytes from file </torch_1>: Cannot allocate memory (12)",
-            OutcomeKind.OOM_HOST,
-        ),
         ("cpu", "builtins.RuntimeError", CPU_OOM, OutcomeKind.OOM_DEVICE),
         ("cpu", "builtins.RuntimeError", "could not create a primitive", OutcomeKind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "could not create a memory object", OutcomeKind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "std::bad_alloc", OutcomeKind.OOM_DEVICE),
         ("cpu", "builtins.MemoryError", "Unable to allocate 3 MiB", OutcomeKind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "can't start new thread", OutcomeKind.OOM_DEVICE),
         (
             "cpu",
             "deepspeed.runtime.config.DeepSpeedConfigError",
@@ -88,17 +60,9 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
             "Timed out after 61 seconds waiting for clients.",
             OutcomeKind.INFRASTRUCTURE,
         ),
-        (
-            "cuda",
-            "torch.distributed.DistBackendError",
-            "ncclSystemError: System call failed",
-            OutcomeKind.INFRASTRUCTURE,
-        ),
         ("cuda", "torch.distributed.DistBackendError", "no words that are known", OutcomeKind.INFRASTRUCTURE),
         ("cpu", "builtins.OSError", "[Errno 28] No space left on device", OutcomeKind.INFRASTRUCTURE),
-        ("cpu", "builtins.OSError", "[Errno 98] Address already in use", OutcomeKind.INFRASTRUCTURE),
         ("cpu", "builtins.KeyError", "'labels'", OutcomeKind.CRASH),
-        ("cpu", "builtins.ValueError", "shapes do not match", OutcomeKind.CRASH),
     ],
 )
 def test_what_a_rank_reported(device: str, kind: str, text: str, expected: OutcomeKind) -> None:
@@ -263,23 +227,6 @@ def test_what_one_rank_says_before_what_another_does(greater: str, lesser: str) 
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "secondary"),
-    [
-        (LOST, True),
-        ("Connection reset", True),
-        ("[Errno 32] Broken pipe", True),
-        ("Socket Timeout", True),
-        ("application timeout caused pair closure", True),
-        ("shapes do not match", False),
-        ("", False),
-    ],
-)
-def test_what_is_only_a_lost_peer(text: str, secondary: bool) -> None:
-    assert is_secondary({"text": text}) is secondary
-    assert not is_secondary({})
-
-
 def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
     verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
@@ -369,11 +316,8 @@ def test_a_foreign_process_is_blamed_by_what_it_holds() -> None:
             "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
             True,
         ),
-        (["builtins.OSError"], "Cannot allocate memory", True),
         (["builtins.RuntimeError"], "CUDA was woken before the fork", False),
         (["builtins.RuntimeError"], "CUDA error: device-side assert triggered", False),
-        (["builtins.RuntimeError"], "Address already in use", False),
-        (["builtins.RuntimeError"], "shapes do not match", False),
         (["builtins.ValueError"], "CUDA out of memory", False),  # a text that quotes one
         ([], "CUDA out of memory", False),
     ],

@@ -85,20 +85,14 @@ def test_a_caps_shortage_is_of_what_the_cap_allowed() -> None:
         ("Tried to allocate 20.00 MiB", 20 * MIB),
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16777216 bytes. Error code 12", 16777216),
         ("Tried to allocate 3 KiB. 1 KiB is free", 2 * KIB),
-        ("tried to allocate 7 bytes. 2 bytes is free", 5),
         ("trying to allocate 3.", 3),  # bytes, at the end of a sentence
-        ("trying to allocate 3.0.", 3),
         ("Tried to allocate 2 GB", 2 * 10**9),
-        ("Tried to allocate 2 MB", 2 * 10**6),
-        ("Tried to allocate 2 KB", 2000),
         ("Tried to allocate 2.00 MiB. 5.00 MiB is free", 1),  # in pieces too small: something is missing
-        ("Unable to allocate 3.81 MiB for an array", int(3.81 * MIB)),
         ("memory allocation of 4096 bytes failed", 4096),
         (
             "HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2 GiB of which 0 bytes is free.",
             GIB,
         ),
-        ("XPU out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB.", GIB),
         ("no", None),
         ("1 GiB is free", None),
         ("tried to allocate ...", None),  # the verdict of 0.1.0 raised ValueError

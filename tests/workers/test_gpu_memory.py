@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,8 @@ from autotune.problem.nvml import GpuError, GpuLost
 from autotune.util.units import GIB
 from autotune.workers import gpu_memory as gpu_meter
 from autotune.workers.gpu_memory import NvmlMeter, attribute_hidden_usage, clock_limits, clock_mhz, make_meter
-from autotune.workers.memory_monitor import CpuMeter, MemoryMonitor
+from autotune.workers.memory_monitor import CpuMeter
 from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
-from tests.conftest import wait_until
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NO_PROCESS, NOT_SUPPORTED, Card, Driver, Slice
 
 RANK, NEIGHBOUR, DESKTOP = NO_PROCESS, NO_PROCESS + 1, NO_PROCESS + 2
@@ -285,17 +283,6 @@ def test_a_gpu_that_falls_off_the_bus(driver: Driver, card: Card) -> None:
     assert meter.external_usage_warnings() == [], "it was reset"
 
 
-def test_a_gpu_that_is_gone_from_the_start(driver: Driver, card: Card) -> None:
-    hardware = detect("cuda", None)
-    change(driver, card, error=GPU_IS_LOST)
-    meter = make_meter(hardware)
-    with pytest.raises(GpuLost):
-        meter.begin()
-    peaks = MemoryPeaks(used=[0])
-    meter.sample([RANK], peaks)
-    assert "GPU is lost" in peaks.lost
-
-
 def test_an_answer_that_fails_once_is_no_lost_gpu(driver: Driver, card: Card) -> None:
     meter = begun(driver)
     driver.failing = {"nvmlDeviceGetMemoryInfo_v2": 999}
@@ -332,22 +319,6 @@ def test_slow_calls_are_few(driver: Driver, card: Card, monkeypatch: pytest.Monk
         meter.sample([RANK], MemoryPeaks(used=[0]))
         now += meter.interval_seconds
     assert (calls.count("memory"), calls.count("holders")) == (9, 3), "9 samples in 2 seconds"
-
-
-@pytest.mark.slow
-def test_the_gauge_with_calls_of_10_ms(driver: Driver, card: Card, tmp_path: Path) -> None:
-    driver.delay_ms = 10
-    driver.write()
-    meter = begun(driver)
-    gauge = MemoryMonitor(meter, [RANK])
-    change(driver, card, processes={RANK: 5 * 1024})
-    wait_until(lambda: gauge.peaks().used == [5 * GIB], "the rank's bytes")
-    change(driver, card, processes={RANK: 6 * 1024})
-    assert gauge.look().used == [6 * GIB], "a look does not wait for the next list"
-    gauge.reset()
-    change(driver, card, processes={}, error=GPU_IS_LOST)
-    wait_until(lambda: gauge.peaks().lost, "the lost GPU")
-    gauge.stop()
 
 
 def test_a_meter_that_is_collected_calls_no_driver(driver: Driver, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,14 +382,6 @@ def test_a_launcher_that_was_stopped_with_its_ranks_does_not_take_them_for_hangi
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:
-    group, _ = fakes.run(policy())
-    psutil.Process(group.pids[0]).suspend()
-    group.end()
-    assert fakes.left() == []
-
-
-@pytest.mark.slow
 def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,12 +46,6 @@ def test_the_lock_of_a_build_without_autotune_is_removed_once_it_is_old(tmp_path
         assert not lock.exists()
 
 
-def test_no_lock_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit_ops.time, "sleep", lambda seconds: pytest.fail("waits"))
-    with jit_ops.hold_build_lock(tmp_path):
-        pass
-
-
 @pytest.mark.parametrize("mark", [None, "elsewhere"])
 def test_a_lock_that_may_be_held_is_waited_for_with_its_time(
     tmp_path: Path, mark: str | None, monkeypatch: pytest.MonkeyPatch

@@ -92,14 +92,6 @@ def test_what_was_compiled_is_kept(tmp_path: Path, compiler: SlowCompiler) -> No
 
 
 @pytest.mark.slow
-def test_the_users_own_folder_is_honoured(tmp_path: Path, compiler: SlowCompiler) -> None:
-    env = {**compiler.environment(tmp_path / "home"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "mine")}
-    assert states(told(load(env, OP)))[-1] == "over"
-    assert (tmp_path / "mine" / "cpu_adam" / "cpu_adam.so").exists()
-    assert not (tmp_path / "home" / "torch_extensions").exists()
-
-
-@pytest.mark.slow
 def test_two_environments_used_in_turn_build_once_each(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = compiler.environment(tmp_path / "home")
     venv.create(tmp_path / "other", symlinks=True)

@@ -1,6 +1,5 @@
 """Who bears a mark: processes of this machine, some of them in the middle of `exec`, some of the kernel."""
 
-import os
 import subprocess
 import sys
 import time
@@ -98,17 +97,3 @@ def test_a_zombie_that_is_anothers_to_wait_for_is_no_process_that_is_left(monkey
     finally:
         parent.kill()
         parent.communicate()
-
-
-def test_real_ones() -> None:
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    sleeper = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "MARK_OF_TESTS": mark}
-    )
-    try:
-        assert [one.pid for one in processes_with_variable("MARK_OF_TESTS", mark)] == [sleeper.pid]
-        assert processes_with_variable("MARK_OF_TESTS", "another") == []
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-    assert processes_with_variable("MARK_OF_TESTS", mark) == []

@@ -34,14 +34,11 @@ def test_hosts_with_comments_and_empty_lines(tmp_path: Path) -> None:
         ("worker-0\n", r":1: 'worker-0' does not parse: expected a line like `worker-1 slots=8`"),
         ("worker-0 slots=4\nworker-1 slots = 4\n", ":2: "),
         ("worker-0 slots=four", ":1: "),
-        ("worker-0 slots=-1", ":1: "),
-        ("worker-0 slots=4 max_slots=4", ":1: "),
         ("a slots=1\nb slots=1\na slots=2\n", ":3: a a second time"),
         ("me@a slots=1\na slots=2\n", ":2: a a second time"),
         ("a slots=0", "a has no slots"),
         ("-oProxyCommand=reboot slots=1", "is no host's name"),
         ("", "names no host"),
-        ("# nothing\n", "names no host"),
     ],
 )
 def test_what_does_not_parse_is_said_with_its_line(tmp_path: Path, text: str, said: str) -> None:
@@ -82,9 +79,7 @@ USERS = "me@worker-0 slots=4\nme@worker-1 slots=4\nworker-2 slots=2\n"
 @pytest.mark.parametrize(
     ("include", "exclude", "left"),
     [
-        ("me@worker-1", None, {"me@worker-1": 4}),
         ("worker-1", None, {"me@worker-1": 4}),
-        ("me@worker-1@me@worker-0:1,2", None, {"me@worker-0": 2, "me@worker-1": 4}),
         ("worker-2@me@worker-0@worker-1:3", None, {"me@worker-0": 4, "me@worker-1": 1, "worker-2": 2}),
         (None, "me@worker-0@worker-2", {"me@worker-1": 4}),
     ],
@@ -108,7 +103,6 @@ def test_a_mark_at_a_files_beginning_is_no_part_of_a_name(tmp_path: Path) -> Non
         ("worker-9", None, "has no host 'worker-9'; did you mean worker-"),
         (None, "worker-2:7", "has no slot 7, its 2 count from 0"),
         ("worker-1:a", None, "does not parse"),
-        ("worker-1:", None, "does not parse"),
         (None, "worker-0@worker-1@worker-2", "no host of .* is left"),
     ],
 )
