@@ -24,7 +24,7 @@ class Test:
     """One test of a JUnit file."""
 
     name: str  # id that pytest takes
-    seconds: float  # of its call, without fixtures
+    seconds: float  # the call alone, without fixtures
     slow: bool
     failed: bool
     skipped: str | None  # reason

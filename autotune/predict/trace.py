@@ -49,7 +49,7 @@ from autotune.workers.launchers import IMPORT_SECONDS
 LOSSES = ("own", "fused", "fused32", "chunked", "chunked-apart", "shifted32", "held32", "shifted16", "shifted-cast")
 
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
-_OWN_SHARE = 0.5  # of a core, below which a trace that does not come tells of the machine and not of the model
+_OWN_SHARE = 0.5  # share of a core, below which a trace that does not come tells of the machine and not of the model
 
 
 _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention only support fp16 and bf16 data type"
