@@ -77,10 +77,6 @@ FULL: dict[str, list[str]] = {
     "proposer": ["search/proposer.py"],
     "first-step-cpu": ["trials/first_step.py"],
     "real-tables": ["search/real_tables.py"],
-    "report": ["search/report.py"],
-    "storage": ["search/storage.py"],
-    "trials-cpu": ["trials/trials.py"],
-    "preload-cpu": ["trials/preload.py"],
     "variants-cpu": ["trials/job_variants.py"],
     "fidelity-cpu": ["trials/fidelity.py"],
     "scripts-cpu": ["trials/scripts.py"],
@@ -89,11 +85,7 @@ FULL: dict[str, list[str]] = {
     "vs-deepspeed-cpu": ["search/vs_deepspeed.py"],
     "parallel-cpu": ["trials/parallel.py"],
     "nodes": ["cluster/nodes.py"],
-    "reliability-large": ["reliability/large.py"],
-    "reliability-growth": ["reliability/growth.py"],
     "reliability-kills": ["reliability/kills.py"],
-    "reliability-conditions": ["reliability/conditions.py"],
-    "sandbox": ["trials/sandbox.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
 SMALL: dict[str, list[str]] = {
@@ -117,7 +109,6 @@ EXEMPT = {
     "predict/live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "reliability/planting.py": "imported by faults.py: faults of a study's trials",
     "reliability/__init__.py": "makes the folder a package",
-    "reliability/large_study.py": "imported by reliability/large.py and growth.py: a study of many trials, and its table",
     "reliability/study_calls.py": "imported by stricken.py and reliability/: calls of `autotune run`",
     "reliability/stricken.py": "imported by faults.py: calls and trainings that are killed",
     "reliability/fault_ground.py": "imported by faults.py: where faults are planted, and what is left",

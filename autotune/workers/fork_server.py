@@ -26,8 +26,8 @@ from autotune.util.linux import adopt_orphans, die_with_parent, name_of, termina
 from autotune.workers.jit_ops import FOLDER, load_ops, use_own_folder
 from autotune.workers.protocol import Channel, Message
 
-# ZeRO imports the second at stages 1 to 3, and that imports torch's compiler: 0.6 s of each rank on CPUs
-# (benchmarks/trials/preload.py). Neither import calls cuInit or starts a thread (tests/workers/test_cuda_sleeps.py), so
+# ZeRO imports the second at stages 1 to 3, and that imports torch's compiler: 0.6 s of each rank on CPUs.
+# Neither import calls cuInit or starts a thread (tests/workers/test_cuda_sleeps.py), so
 # ranks of GPUs are forked after it, too.
 PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 _FORK_TEST_SECONDS = 120  # seconds; without persistence mode each of eight GPUs takes seconds to initialize

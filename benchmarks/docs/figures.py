@@ -268,7 +268,7 @@ def launch_recovery() -> str:
     return table(header, rows)
 
 
-# -- what a study is kept in -----------------------------------------------------------------------------------------
+# -- candidates in parallel, and nodes -------------------------------------------------------------------------------
 
 
 def parallel() -> str:
@@ -316,17 +316,6 @@ def node_trials() -> str:
     return listed([f"{row['more, s']:.2f} s over {row['over']}" for row in result("nodes")["trials"]])
 
 
-def storage() -> str:
-    rows = {row["kept in"]: row for row in result("storage")}
-    database, journal = rows["study.db"], rows["study.journal"]
-    ratio, read, written = "x of study.db", "resumed, s, median", "written, ms a trial"
-    return (
-        f"A study of {journal['trials']:,} trials is opened and read in {number(journal[ratio])}x the time of SQLite "
-        f"({number(journal[read])} against {number(database[read])} s), and a trial is written in "
-        f"{number(journal[written])} against {number(database[written])} ms"
-    )
-
-
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
@@ -350,15 +339,6 @@ def stages_published() -> str:
 
 
 # -- frameworks --------------------------------------------------------------------------------------------------------
-
-
-def report() -> str:
-    """Seconds of the largest study's page, beside reading the study."""
-    row = result("report")[-1]
-    return (
-        f"The page of {row['trials']} trials takes {row['page_cpu_seconds']:.2g} s of a processor, {row['ratio']:.2g} times what "
-        f"reading them from the database takes ({row['read_cpu_seconds']:.2g} s), and has {row['kib']} KiB"
-    )
 
 
 def frameworks() -> str:
@@ -409,10 +389,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "parallel": parallel,
     "nodes": nodes,
     "node-trials": node_trials,
-    "storage": storage,
     "stages-own": stages_own,
     "stages-published": stages_published,
-    "report": report,
     "frameworks": frameworks,
     "failures": failures,
 }
