@@ -147,7 +147,7 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware, *, zer
 
     Without `zero.Init`, `from_pretrained` makes a full copy of the weights in each rank, in the model's precision, before
     anything moves to a GPU; the processes' own memory is included. This is an upper bound: tensors of a safetensors file
-    that need no cast stay mapped, and are not copied (`benchmarks/predict/loading.py`).
+    that need no cast stay mapped, and are not copied.
 
     Args:
         parameters: elements of the model.

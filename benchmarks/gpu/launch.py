@@ -26,11 +26,10 @@ from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import EXPECTED, Ground, Row, end_child, start_child
-from benchmarks.reliability.recovery import seen_samples
+from benchmarks.reliability.recovery import AUTO, SCRIPT, seen_samples
 from benchmarks.trials.ranks import launch
-from benchmarks.trials.scripts import AUTO, OWN
 
-SCRIPT, BATCH = OWN / "long_batches.py", 8  # samples of a step
+BATCH = 8  # samples of a step
 CAP_BYTES = 2 * GIB
 STEPS, LONG_STEPS, TOKENS = 30, "7,19", 4096
 _OPTIONS = {"output_dir": "out", "save_steps": "5", "save_total_limit": "3", "report_to": "none", "seen": "seen"}

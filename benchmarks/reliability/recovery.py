@@ -43,14 +43,21 @@ from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.util.units import MIB
 from benchmarks.cluster.node_grounds import Unavailable, made_here, variables
-from benchmarks.common import CANNOT_RUN, command_line, kept_rows, parse, print_table, write_json
-from benchmarks.trials.inturn import ratio, take_turns, torchrun, under_autotune
+from benchmarks.common import CANNOT_RUN, HERE, command_line, kept_rows, parse, print_table, write_json
+from benchmarks.trials.inturn import ratio, take_turns, torchrun, under_launch
 from benchmarks.trials.ranks import LaunchSummary, training_ranks
 from benchmarks.trials.ranks import launch as launch_training
-from benchmarks.trials.scripts import AUTO, OWN
 from tests.executors.cluster import hosts
 
-SCRIPT = OWN / "long_batches.py"
+SCRIPT = HERE.parent / "tests" / "scripts" / "long_batches.py"
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+}
 BATCH = 8
 PARTS = ["oom", "rank", "node", "overhead"]
 AWAY_SECONDS = 10.0  # of a node without power
@@ -215,7 +222,7 @@ def overhead(folder: Path, turns: int, ranks: int) -> dict[str, Any]:
     words = argv(100_000)
     words[words.index("--save_steps") + 1] = "100000"
     micro_batch = BATCH // ranks
-    ours = under_autotune("launch", training(words, folder, ranks), rung(micro_batch, ranks).candidate, folder)
+    ours = under_launch(training(words, folder, ranks), rung(micro_batch, ranks).candidate, folder)
     theirs = torchrun("torchrun", [*words, "--per_device_train_batch_size", str(micro_batch)], folder, ranks)
     take_turns([ours, theirs], turns)
     slower, spread = ratio(theirs, ours)

@@ -24,10 +24,9 @@ from autotune.search.study import StudyStore
 from autotune.workers.launchers import ForkLauncher
 from benchmarks.reliability.fault_ground import Found, Ground, gone, limited_group
 from benchmarks.reliability.planting import SPACE, lost
-from benchmarks.reliability.recovery import BATCH, SCRIPT, argv, rung, seen_samples, trained
+from benchmarks.reliability.recovery import AUTO, BATCH, SCRIPT, argv, rung, seen_samples, trained
 from benchmarks.reliability.study_calls import WAIT_SECONDS, last_line, start, trial_folders, wait_for
 from benchmarks.trials.ranks import LocalExecutor
-from benchmarks.trials.scripts import AUTO
 
 CALLS = ("tuner: SIGKILL", "tuner and its group: SIGKILL", "everything: SIGKILL", "tuner: clock jumps", "NVML: gone")
 KILLS = 3  # of one study

@@ -3,8 +3,8 @@ are stopped (SIGSTOP), round and round, and only neighbouring turns are compared
 percent faster than the next start of the very same, for as long as it runs (`vs-deepspeed-cpu.json` has the ratio of each pair
 of starts): what must be closer than that is started several times.
 
-`python benchmarks/trials/inturn.py trial|launch SPEC.json` is one side of such a comparison: a job's candidate as a trial runs it
-to measure it, or under `autotune launch`. Its script is `timed.py`, whose log of steps says how fast it was.
+`python benchmarks/trials/inturn.py SPEC.json` is one side of such a comparison: a job's candidate under `autotune launch`. Its
+script is `timed.py`, whose log of steps says how fast it was.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import psutil
 
-from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung
 from autotune.workers.failure_classifier import log_tail
-from benchmarks.trials.ranks import launch, median_spread, opened, plain_environment, torchrun_words
+from benchmarks.trials.ranks import launch, median_spread, plain_environment, torchrun_words
 
 HERE = Path(__file__).parent
-LOGS = "logs"  # folder of the logs that trials write: all else of a trial vanishes
 SETTLE_STEPS = 8  # before the first turn
 STEPS_A_TURN, TURN_SECONDS = 8, 0.6  # at the least
 WHOLE_STEPS = 3  # fewer say nothing of a turn
@@ -129,28 +127,22 @@ class Side:
         self._process.wait()
 
 
-def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: str | None = None) -> Side:
-    """A training without autotune; `ds_config` as `accelerate launch` says it."""
+def torchrun(name: str, argv: list[str], folder: Path, ranks: int) -> Side:
+    """A training without autotune."""
     log = folder / f"{name}.log"
     env = {**plain_environment("cpu", ranks), "HF_HUB_OFFLINE": "1"}
-    if ds_config:
-        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
     return Side(name, [*torchrun_words(ranks), *timed(log, argv)], log, folder, env)
 
 
-def under_autotune(kind: str, job: Job, candidate: Candidate, folder: Path) -> Side:
-    """The job's script as a `trial` measures it, or under `launch`."""
-    log, spec = folder / LOGS / f"{kind}.log", folder / f"{kind}.json"
-    log.parent.mkdir(exist_ok=True)
-    spec.write_text(json.dumps({"job": logged(job, log).to_json(), "candidate": candidate.as_dict}))
-    words = [sys.executable, str(HERE / "inturn.py"), kind, str(spec)]
-    return Side(kind, words, log, folder, {**os.environ, "HF_HUB_OFFLINE": "1"})
-
-
-def logged(job: Job, log: Path) -> Job:
-    """The job with its script under `timed.py`."""
+def under_launch(job: Job, candidate: Candidate, folder: Path) -> Side:
+    """The job's script under `autotune launch`."""
     assert job.script is not None
-    return dataclasses.replace(job, script=dataclasses.replace(job.script, argv=tuple(timed(log, job.script.argv))))
+    log, spec = folder / "launch.log", folder / "launch.json"
+    script = dataclasses.replace(job.script, argv=tuple(timed(log, job.script.argv)))
+    logged = dataclasses.replace(job, script=script)
+    spec.write_text(json.dumps({"job": logged.to_json(), "candidate": candidate.as_dict}))
+    words = [sys.executable, str(HERE / "inturn.py"), str(spec)]
+    return Side("launch", words, log, folder, {**os.environ, "HF_HUB_OFFLINE": "1"})
 
 
 def step_ends(log: Path) -> list[float]:
@@ -246,20 +238,14 @@ def samples_per_second(side: Side) -> float:
 
 
 def main() -> None:
-    kind, spec = sys.argv[1], Path(sys.argv[2])
+    spec = Path(sys.argv[1])
     data = json.loads(spec.read_text(encoding="utf-8"))
     job, candidate = Job.from_json(data["job"]), Candidate.of(data["candidate"])
     assert isinstance(job.script, Script)
     hardware, folder = detect("cpu", job.ranks), spec.with_suffix("")
     folder.mkdir(exist_ok=True)
-    if kind == "launch":
-        ladder = [Rung(candidate, 1e9, 1.0, True)]
-        os.chdir(job.script.cwd)
-        launch(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS)
-        return
-    with opened(job, hardware, folder, [candidate], kept=[spec.parent / LOGS]) as executor:
-        measure_spec = MeasureSpec(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
-        print(executor.session(candidate, "0").measure(candidate, measure_spec, ENDLESS))
+    os.chdir(job.script.cwd)
+    launch(job, hardware, [Rung(candidate, 1e9, 1.0, True)], folder, max_restarts=0, silent_seconds=ENDLESS)
 
 
 if __name__ == "__main__":
