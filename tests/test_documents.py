@@ -238,7 +238,7 @@ def test_code_that_does_not_exist_is_found() -> None:
     assert missing_files(text) == {"search/tuners.py"}
     text = "`Tuner.run`, `Tuner.walk`, `rank.ds_config.needed_ops`, `rank.ds_config.ops`, `torch.cuda`, `base.report`"
     assert missing_members(text) == {"Tuner.walk", "rank.ds_config.ops", "base.report"}
-    assert missing_members("`BaseRank.report`, `TrainRank.report`, `Proposer.speed`") == set()
+    assert missing_members("`BaseRank.report`, `TrainRank.report`, `Proposer.trial_share_seconds`") == set()
     text = "`Tuner.run` (`search/tuner.py`), `Tuner.run`\n    # (search/study.py), `Tuner` in `search/gone.py`, `X` (`stage3.py`)"
     assert misplaced(text) == {("Tuner.run", "search/study.py"), ("Tuner", "search/gone.py")}
 
