@@ -76,15 +76,6 @@ def predictor_rows12() -> str:
     return text + (f"; it stays at {listed(missed)}" if missed else "")
 
 
-def predictor_older() -> str:
-    """Live tensors under earlier versions of DeepSpeed."""
-    rows: dict[str, list[str]] = {}
-    for row in result("predictor"):
-        if row["part"] == "live" and row["against"].startswith("real DeepSpeed 0."):
-            rows.setdefault(row["against"].removeprefix("real DeepSpeed "), []).append(row["ours"])
-    return table(["deepspeed", "median", "worst"], ([name, *errors] for name, errors in rows.items()))
-
-
 GROUPS = ("held-out sources", "fitted sources", "all")
 
 
@@ -373,7 +364,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
     "predictor-rows12": predictor_rows12,
-    "predictor-older": predictor_older,
     "published": published,
     "published-targets": published_targets,
     "published-kinds": published_kinds,

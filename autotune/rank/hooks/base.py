@@ -100,7 +100,9 @@ class Context:
     quiet: bool  # True in a measurement: no checkpoints, evaluations, trackers and uploads
     patches: Patches = field(default_factory=Patches)
     sandbox: Sandbox | None = None  # sandbox of a trial; None in a training
-    trace: TraceRecorder = field(default_factory=lambda: TraceRecorder(most_steps=0))  # samples of the first optimizer steps
+    trace: TraceRecorder = field(
+        default_factory=lambda: TraceRecorder(most_steps=0)
+    )  # samples of the first optimizer steps
 
     join: Callable[[], None] | None = None  # joins the rank's process group; None: it has joined
     collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
