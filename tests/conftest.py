@@ -119,7 +119,6 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,
     "tests/benchmarks/test_faults.py": "faults",  # one at a time looks for what is left on the machine
-    "tests/test_edited_script.py": None,
     "tests/golden/test_golden.py": None,
     "tests/test_guarded.py": None,
     "tests/commands/test_run_tasks.py": None,

@@ -13,7 +13,7 @@ import pytest
 from autotune.commands.script_probe import Probe, after_probe
 from autotune.commands.setup import Setup
 from autotune.predict.trace import traced_predictor
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, samples
+from autotune.problem.candidate import MICRO_BATCH, samples
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Measurement
@@ -22,7 +22,6 @@ from autotune.recovery.ladder import recovery_ladder
 from autotune.results.console import train_with
 from autotune.script.argument_files import FOUND
 from autotune.script.profile import BY_HAND, job_of, own_candidate
-from autotune.script.script import command
 from autotune.util.units import GIB
 from tests.conftest import SCRIPTS, Scripts, make_candidate, make_job, make_setup
 
@@ -42,36 +41,6 @@ def setup_of(probed: Probe, scripts: Scripts, folder: Path) -> Setup:
     """Return the setup of a run after the probe, with all four stages in its space."""
     job = job_of(probed.script, scripts.hardware, None)
     return after_probe(make_setup(job, scripts.hardware, folder), probed)
-
-
-@pytest.mark.slow
-def test_flags_that_carry_the_batch_are_found(scripts: Scripts, tmp_path: Path) -> None:
-    """Micro-batch and accumulation are both 4 here, so that values alone do not tell the flags apart."""
-    words = case("beit", "--batch_size", "4", "--update_freq", "4", "--enable_deepspeed")
-    found = scripts.probe(words, tmp_path)
-    flags = {MICRO_BATCH: "--batch_size", ACCUMULATION: "--update_freq"}
-    assert found.script.profile[FOUND] == dict(found.script.flags) == flags
-    assert found.script.profile["batch_note"] == ""
-    assert scripts.measure(found, own_candidate(found.script).but(**{MICRO_BATCH: 8, ACCUMULATION: 2})).ok
-    printed = command(found.script, make_candidate(1, 8, 2), "ds.json")
-    assert printed[1:5] == ["--batch_size", "8", "--update_freq", "2"]
-    again = scripts.probe(words, tmp_path)  # from the probe run that is stored
-    assert again.script.profile.get(FOUND) == flags
-
-
-@pytest.mark.slow
-def test_columns_of_texts_and_ids_are_counted_by_their_samples(scripts: Scripts, tmp_path: Path) -> None:
-    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 1e-4, "total_num_steps": 100}}
-    config |= {"zero_optimization": zero(1), "optimizer": ADAM, "scheduler": scheduler}
-    folder = tmp_path / "dsconfig"
-    folder.mkdir()
-    (folder / "openllama_peft_stage_1.json").write_text(json.dumps(config))
-    words = case("pandagpt", "--model", "openllama_peft", "--stage", "1", "--save_path", "ckpt")
-    profile = scripts.probe(words, tmp_path).script.profile
-    assert (profile["micro_batch"], profile["accumulation"], profile["rows_per_sample"]) == (2, 4, 1)
-    assert "changes from step to step" not in profile["batch_note"]
-    assert "were asked for" not in profile["batch_note"]
 
 
 @pytest.mark.slow

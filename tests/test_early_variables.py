@@ -11,9 +11,8 @@ import pytest
 from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.errors import UserError
 from autotune.problem.job import Script
-from autotune.problem.knobs import RequirementInputs, own_allocator
-from autotune.script.profile import job_of, unknown_job
-from tests.conftest import Scripts, make_candidate
+from autotune.script.profile import unknown_job
+from tests.conftest import Scripts
 
 TRAINS = """
     import os, sys, torch, deepspeed
@@ -48,33 +47,6 @@ def said(scripts: Scripts, name: str, folder: Path) -> list[str]:
     scripts.executor.job = unknown_job(script, scripts.hardware)
     probe(scripts.executor, script, scripts.executor.folder, StartupDeadline(300.0), lines.append)
     return lines
-
-
-@pytest.mark.slow
-def test_one_that_comes_too_late_is_said(scripts: Scripts, tmp_path: Path) -> None:
-    late = "os.environ['HF_HOME'] = os.path.abspath('hub')"
-    assert TOO_LATE in said(scripts, written(tmp_path, "late.py", late), tmp_path)
-    top = "import os\nos.environ.setdefault('HF_HOME', 'hub')\n"
-    assert TOO_LATE not in said(scripts, written(tmp_path, "top.py", late, top), tmp_path), (
-        "ranks were told at their start"
-    )
-    assert TOO_LATE not in said(scripts, written(tmp_path, "other.py", late.replace("HF_HOME", "MINE")), tmp_path)
-
-
-@pytest.mark.slow
-def test_one_of_the_device_is_there_from_the_start_once_it_was_seen(scripts: Scripts, tmp_path: Path) -> None:
-    """axolotl sets its allocator in a function, which a rank that has woken the device would be told too late."""
-    late = "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'"
-    top = (
-        "import os\nif os.path.exists('later'): assert os.environ['PYTORCH_ALLOC_CONF'] == 'expandable_segments:True'\n"
-    )
-    found = scripts.probe([written(tmp_path, "allocator.py", late, top)], tmp_path)
-    assert found.script.variables == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    (tmp_path / "later").touch()
-    outcome = scripts.measure(found, make_candidate(1, 2))
-    assert outcome.ok, outcome
-    circumstances = RequirementInputs(job_of(found.script, scripts.hardware, None), scripts.hardware)
-    assert own_allocator(True, circumstances) == "is the script's own to set: its code sets PYTORCH_ALLOC_CONF"
 
 
 @pytest.mark.slow

@@ -33,8 +33,3 @@ def fast(items: list[Item]) -> list[str]:
 def test_parameter_sets_spread_evenly_stay_fast_in_any_order(n: int, kept: list[int]) -> None:
     expected = [f"tests/a.py::test_a[{at}]" for at in kept]
     assert fast([Item(at, pytest.mark.few(n)) for at in (3, 0, 5, 1, 4, 2)]) == expected
-
-
-def test_sets_that_are_slow_already_do_not_count() -> None:
-    items = [Item(0, pytest.mark.few(1), pytest.mark.slow), Item(1, pytest.mark.few(1)), Item(2, pytest.mark.few(1))]
-    assert fast(items) == ["tests/a.py::test_a[1]"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import autotune
-from autotune._version import ON_PYPI, install_command
+from autotune._version import ON_PYPI
 from autotune.versions import RANGES
 from tests.documents import check_values, parsed, words_of
 
@@ -91,13 +91,6 @@ def test_documents_install_from_a_checkout_until_a_release_switches_them() -> No
     assert troubles(version, changelog=dated, texts=after) == []
     for text in after.values():
         assert not re.search(r"install '?\.[\s\[]|<!-- unreleased", text)
-
-
-def test_the_printed_hint_installs_from_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune._version.ON_PYPI", False)
-    assert install_command("train") == "pip install '.[train]' in a checkout of autotune"
-    monkeypatch.setattr("autotune._version.ON_PYPI", True)
-    assert install_command("train") == "pip install 'deepspeed-autotune[train]'"
 
 
 # -- packages ------------------------------------------------------------------------------------------------------------
@@ -191,18 +184,3 @@ def test_actions_are_pinned_and_permissions_few(name: str) -> None:
     used = [step["uses"] for step in steps(name) if "uses" in step]
     assert used
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", one) for one in used)
-
-
-def test_issues_ask_for_what_one_needs_to_help() -> None:
-    templates = {path.stem: path.read_text() for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml")}
-    for name in ("bug", "wish"):
-        form = yaml.safe_load(templates[name])
-        assert {"name", "description", "body"} <= set(form)
-        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-        assert len(ids) == len(set(ids))
-        assert "autotune doctor --json" in templates[name]
-        assert "autotune show STUDY" in templates[name]
-    needed = [
-        part["id"] for part in yaml.safe_load(templates["bug"])["body"] if part.get("validations", {}).get("required")
-    ]
-    assert needed == ["happened", "doctor", "report"]

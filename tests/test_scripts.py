@@ -341,28 +341,6 @@ def test_what_accelerate_makes_of_a_batch(
         assert samples == pytest.approx(2 * candidate.micro_batch * candidate.accumulation)
 
 
-@pytest.mark.slow
-def test_a_trainers_epoch_may_end_with_a_short_step(scripts: Scripts, tmp_path: Path) -> None:
-    arguments = {
-        "output_dir": "out",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "use_cpu": True,
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "max_steps": 60,
-        "deepspeed": {**AUTO, "fp16": {"enabled": "auto"}},
-    }
-    (tmp_path / "args.json").write_text(json.dumps(arguments))
-    text = textwrap.dedent(MODEL) + textwrap.dedent(WAYS["arguments in a file"]).replace("in data]", "in data][:58]")
-    found = scripts.probe([write(tmp_path, "train.py", text), "args.json"], tmp_path)
-    assert found.script.profile["batch_note"] == ""
-    own = own_candidate(found.script)
-    few = own.but(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)  # seven steps, and one of one
-    outcome = scripts.measure(found, few)
-    assert outcome.ok, outcome
-
-
 @pytest.mark.main_path
 @pytest.mark.slow
 def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
@@ -400,7 +378,6 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
             "import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()",
             "arguments are required: --data",
         ),
-        ("input('really? ')", "bad.py asks for input"),
         (
             """
          import torch
@@ -431,44 +408,13 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
             "a pipeline",
         ),
     ],
-    ids=["no DeepSpeed", "crash", "needs arguments", "reads stdin", "plain torch", "workers outlive it", "pipeline"],
+    ids=["no DeepSpeed", "crash", "needs arguments", "plain torch", "workers outlive it", "pipeline"],
 )
 def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: str, says: str) -> None:
     name = write(tmp_path, "bad.py", text)
     with pytest.raises(UserError, match=says):
         scripts.probe([name], tmp_path)
     assert processes_in(tmp_path) == [], "what a script starts ends with it"
-
-
-@pytest.mark.slow
-def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Path) -> None:
-    name = write(tmp_path, "slow.py", "import time\ntime.sleep(600)\n")
-    with pytest.raises(
-        UserError, match=r"had not called deepspeed.initialize after \d.* for so long, use --budget \d+"
-    ):
-        scripts.probe([name], tmp_path, seconds=3.0)
-
-
-@pytest.mark.slow
-def test_forwards_that_train_nothing_are_no_micro_batches(scripts: Scripts, tmp_path: Path) -> None:
-    """As KTO's second forward of every batch."""
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    text = """
-        import sys, deepspeed
-        net = Net()
-        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config="ds.json")
-        loader = torch.utils.data.DataLoader(data, batch_size=engine.train_micro_batch_size_per_gpu())
-        for x, y in loader:
-            with torch.no_grad():
-                engine(x.flip(0))
-            engine.backward(measure(engine(x), y))
-            engine.step()
-        """
-    script = write(tmp_path, "train.py", textwrap.dedent(MODEL) + textwrap.dedent(text))
-    found = scripts.probe([script], tmp_path)
-    assert found.script.profile["rows_per_sample"] == 1
-    assert not found.script.profile["batch_note"]
-    assert scripts.measure(found, make_candidate(1, 4, 3)).ok
 
 
 def test_a_script_that_ends_too_early(scripts: Scripts, tmp_path: Path) -> None:
@@ -770,143 +716,6 @@ def test_a_rung_loads_what_another_one_saved(
     assert [path.read_text() for path in users] == ["global_step4_universal"] * 2
 
 
-DIES_ONCE = """
-    import os, pathlib, signal, sys
-    import torch
-    from accelerate.state import AcceleratorState
-    from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
-    from transformers.trainer_utils import get_last_checkpoint
-    sys.path.insert(0, {scripts!r})
-    from long_batches import InOrder, Ours, Texts, collate
-
-    def die_once():
-        if not pathlib.Path("died").exists():
-            pathlib.Path("died").touch()
-            for shard in pathlib.Path("out").glob({damages!r}):
-                whole = shard.read_bytes()
-                shard.write_bytes(whole[:-100] if {where!r} == "cut off" else whole[:100] + bytes(500) + whole[600:])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    class Dying(InOrder):
-        def _save_rng_state(self, output_dir):
-            super()._save_rng_state(output_dir)
-            if {where!r} == "saving" and os.environ["RANK"] == "0":  # which writes what is written last
-                die_once()
-
-        def compute_loss(self, *args, **kwargs):
-            if {where!r} in (self.seen, "cut off", "unreadable") and self.state.global_step == 3 and os.environ["RANK"] == "1":
-                die_once()
-            return super().compute_loss(*args, **kwargs)
-
-    config = LlamaConfig(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    for part in {parts!r}:
-        InOrder.seen = part
-        AcceleratorState._reset_state()  # as two Trainers with DeepSpeed in one process need it
-        args = TrainingArguments("out", deepspeed="ds.json", max_steps=4, save_steps={every}, report_to="none", use_cpu=True,
-                                 remove_unused_columns=False, per_device_train_batch_size=4)
-        trainer = Dying(AutoModelForCausalLM.from_config(config), args, collate, Texts(Ours(long_steps=""), 32))
-        last = get_last_checkpoint("out") if {resumes!r} and os.path.isdir("out") else None
-        trainer.train(resume_from_checkpoint=last)
-        assert trainer.state.global_step == 4
-    torch.distributed.destroy_process_group()
-    """
-
-
-def trained_steps(folder: Path, part: str) -> list[int]:
-    """Of the second rank, which does nothing alone."""
-    return sorted({entry["step"] for entry in read_json_lines(folder / f"{part}.rank1.jsonl")})
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_a_rank_died_in_is_not_gone_on_from(scripts: Scripts, tmp_path: Path) -> None:
-    """Trainer's own `get_last_checkpoint` finds it, and has no state in it to read."""
-    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
-    text = DIES_ONCE.format(
-        scripts=str(SCRIPTS), every=2, damages="nothing", where="saving", parts=["one"], resumes=True
-    )
-    says: list[str] = []
-    summary = launch(
-        tmp_path, [write(tmp_path, "dies.py", text)], [make_candidate(1, 4, 1)], says=says, scripts=scripts
-    )
-    assert summary.code == 0, says
-    assert len(summary.attempts) == 2
-    assert any("checkpoint-2 is not whole: training begins anew" in line for line in says)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "attempts"),
-    [("cut off", 2), pytest.param("unreadable", 3, marks=pytest.mark.slow)],
-    ids=["cut off", "unreadable"],
-)
-def test_a_damaged_checkpoint_is_not_gone_on_from(scripts: Scripts, tmp_path: Path, how: str, attempts: int) -> None:
-    """Whole by all their names; what is only found in loading costs an attempt."""
-    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
-    damages = "checkpoint-3/*/*optim_states.pt"
-    text = DIES_ONCE.format(scripts=str(SCRIPTS), where=how, parts=["one"], resumes=False, every=1, damages=damages)
-    name, says = write(tmp_path, "dies.py", text), list[str]()
-    summary = launch(tmp_path, [name], [make_candidate(1, 4, 1)], says=says, scripts=scripts)
-    assert summary.code == 0, says
-    assert len(summary.attempts) == attempts
-    assert summary.attempts[-1].resumed_from.endswith("checkpoint-2")
-    what = (
-        "checkpoint-3 is not whole" if how == "cut off" else "checkpoint-3/global_step3: starting again from an older"
-    )
-    assert any(what in line for line in says)
-
-
-@pytest.mark.slow
-def test_the_second_training_of_a_script_goes_on_from_its_own_checkpoint(scripts: Scripts, tmp_path: Path) -> None:
-    """It took the first one's last, and trained nothing."""
-    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
-    text = DIES_ONCE.format(
-        scripts=str(SCRIPTS), every=2, damages="nothing", where="two", parts=["one", "two"], resumes=False
-    )
-    says: list[str] = []
-    summary = launch(
-        tmp_path, [write(tmp_path, "dies.py", text)], [make_candidate(1, 4, 1)], says=says, scripts=scripts
-    )
-    assert summary.code == 0, says
-    assert len(summary.attempts) == 2
-    assert trained_steps(tmp_path, "one") == [0, 1, 2, 3]
-    steps = [entry["step"] for entry in read_json_lines(tmp_path / "two.rank1.jsonl")]
-    assert steps == [0, 1, 2, 2, 3], "the second went on from its checkpoint of two steps"
-
-
-GIVES_UP = """
-    import sys
-    import torch
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    sys.path.insert(0, {scripts!r})
-    import plain
-    backward = DeepSpeedEngine.backward
-
-    def starving(engine, *args, **kwargs):
-        try:
-            if engine.train_micro_batch_size_per_gpu() > 2:
-                torch.empty(1 << 55)
-        except Exception as error:
-            print("giving up:", error)
-            sys.exit(1)
-        return backward(engine, *args, **kwargs)
-
-    DeepSpeedEngine.backward = starving
-    plain.main()
-    """
-
-
-@pytest.mark.slow
-def test_memory_that_runs_out_beside_the_engine_of_a_program_that_ends_itself(scripts: Scripts, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    argv = [write(tmp_path, "gives_up.py", GIVES_UP.format(scripts=str(SCRIPTS))), "--deepspeed_config", "ds.json"]
-    found = scripts.probe(argv, tmp_path, (("train_micro_batch_size_per_gpu", "--batch_size"),))
-    assert scripts.measure(found, make_candidate(1, 4, 1)).kind is OutcomeKind.OOM_DEVICE
-    summary = launch(
-        tmp_path, [*argv, "--steps", "4"], [make_candidate(1, 4, 1), make_candidate(1, 2, 2)], scripts=scripts
-    )
-    assert (summary.code, [one.rung for one in summary.attempts]) == (0, [0, 1])
-
-
 def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "fails.py", "import sys; sys.exit(7)")
     summary = launch(tmp_path, [name], [make_candidate()], scripts=scripts)
@@ -1007,17 +816,6 @@ def test_a_free_batch_is_tried_in_other_sizes_and_still_checked(scripts: Scripts
     assert other_batch(own_candidate(found.script), job) == ""
 
 
-@pytest.mark.slow
-def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 4}))
-    found = scripts.probe([str(SCRIPTS / "ways.py"), "constant_batch", "--deepspeed_config", "ds.json"], tmp_path)
-    assert found.script.profile["batch_note"]
-    job = job_of(found.script, scripts.hardware, None, free=True)
-    own = own_candidate(found.script)
-    candidates = for_job(load_space("cpu_demo"), job).candidates(job)
-    assert {(one.micro_batch, one.accumulation) for one in candidates} == {(own.micro_batch, own.accumulation)}
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("line", "said"),
@@ -1045,32 +843,6 @@ def test_a_script_that_never_calls_deepspeed_in_its_time(scripts: Scripts, tmp_p
     name = write(tmp_path, "idle.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     with pytest.raises(UserError, match=r"^idle\.py had not called deepspeed\.initialize after"):
         scripts.probe([name], tmp_path, seconds=3.0)
-
-
-@pytest.mark.slow
-def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    port = free_port()
-    name = write(
-        tmp_path,
-        "server.py",
-        f"""
-        import os, socket, sys
-        if os.environ["RANK"] == "0":
-            server = socket.socket()
-            server.bind(("127.0.0.1", {port}))
-            server.listen()
-            client = socket.create_connection(("127.0.0.1", {port}))
-            accepted, _ = server.accept()
-        sys.path.insert(0, {str(SCRIPTS)!r})
-        import plain
-        plain.main()
-        """,
-    )
-    flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
-    found = scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path, flags)
-    for _ in range(2):
-        assert scripts.measure(found, make_candidate(1, 4, 1)).ok
 
 
 @pytest.mark.slow

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem.outcome import OutcomeKind
-from autotune.search.study import StudyStore
 from benchmarks.common import HERE
 from benchmarks.reliability import fault_ground
 from benchmarks.reliability.fault_ground import TOKEN, Ground
 from benchmarks.reliability.faults import EPISODES
-from benchmarks.reliability.planting import lost
-from tests.studies import study_of_every_kind
 
 
 @pytest.fixture
@@ -62,29 +58,6 @@ def test_what_is_left_is_seen(ground: Ground) -> None:
         process.kill()
         process.wait()
         segment.unlink()
-
-
-@pytest.mark.parametrize("others", [True, False])
-def test_what_another_run_holds_is_not_left_by_this_one(ground: Ground, others: bool) -> None:
-    """A semaphore whose maker alone has it stands in no map by its name."""
-    code = "import multiprocessing; lock = multiprocessing.get_context('spawn').Lock(); print(flush=True); input()"
-    env = {**os.environ, TOKEN: "another"} if others else dict(os.environ)
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        found = " ".join(ground.leftovers(set()))
-        process.communicate("\n")
-    assert (f"process {process.pid} is left" in found, "shared memory sem.mp-" in found) == (not others, not others)
-
-
-def test_lost_trials_and_endless_ones_are_violations(tmp_path: Path) -> None:
-    store = study_of_every_kind(tmp_path, (OutcomeKind.OK, OutcomeKind.CRASH))
-    told = {record.number: record.outcome for record in store.records() if record.outcome}
-    assert lost(told, StudyStore.load("s", runs=tmp_path)) == []
-    (number, other), *_ = list(told.items())[1:]
-    assert lost({**told, 99: other, number: told[0]}, store) == [f"trial {number} is lost", "trial 99 is lost"]
 
 
 @pytest.mark.slow

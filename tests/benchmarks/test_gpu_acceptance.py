@@ -18,15 +18,10 @@ import pytest
 import yaml
 
 from autotune.errors import UserError
-from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.util.units import GIB, MIB
-from autotune.workers.memory_monitor import Meter
-from autotune.workers.memory_peaks import MemoryPeaks
 from benchmarks.common import HERE, RESULTS, WIDTH
-from benchmarks.gpu import gpu_acceptance, ground, machine, ooms, provoke, rows, runner
-from benchmarks.gpu.costs import Switched
-from benchmarks.gpu.steps import BY_NAME, FIRST, STEPS, Step, chosen
-from tests.conftest import has_cuda
+from benchmarks.gpu import ground, machine, ooms, runner
+from benchmarks.gpu.steps import BY_NAME, FIRST, STEPS
 from tests.fake_driver import CUDA_LOG, Card, Driver, build, cuda_calls
 from tests.workers import failures
 
@@ -82,18 +77,7 @@ def test_every_step_has_a_module_and_fits_a_lent_machine() -> None:
     assert list(BY_NAME)[: len(FIRST)] == list(FIRST), "what is worth most comes first"
 
 
-def test_steps_run_in_the_order_of_worth() -> None:
-    assert [step.name for step in chosen(["fidelity", "study", "facts"], "--only")] == ["facts", "study", "fidelity"]
-
-
 # -- the command -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_list_names_every_step_and_runs_none() -> None:
-    done = call("--list")
-    assert done.returncode == 0
-    assert all(step in done.stdout for step in BY_NAME)
 
 
 @pytest.mark.few(1)
@@ -109,16 +93,6 @@ def test_bad_input_is_one_line_and_exit_2(options: tuple[str, ...], said: str) -
     done = call(*options)
     assert done.returncode == 2
     assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_where_there_is_no_gpu_it_says_so_in_one_line() -> None:
-    if has_cuda():
-        pytest.skip("there is one: `make gpu-acceptance`")
-    done = call("--only", "ooms")
-    assert done.returncode == 2
-    assert "no GPU found" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -161,12 +135,6 @@ def test_results_of_two_machines_are_never_mixed(tmp_path: Path, earlier: str, s
     assert path.read_text() == earlier
 
 
-def test_results_are_called_by_the_gpu() -> None:
-    assert (
-        gpu_acceptance.result_name({"name": "NVIDIA GeForce RTX 4090 (24 GB)"}) == "gpu-nvidia-geforce-rtx-4090-24-gb"
-    )
-
-
 def spec(tmp_path: Path, step: str) -> dict[str, Any]:
     folder, beside = str(tmp_path / "folder"), str(tmp_path / "gpu")
     path = str(tmp_path / "step.json")
@@ -189,61 +157,7 @@ def test_a_step_that_raises_leaves_its_rows_and_its_error(tmp_path: Path, monkey
     assert runner.verdict(found).startswith("1 rows; RuntimeError")
 
 
-_SLOW_STEP = """
-import time
-def run(ground):
-    yield {"what": "measured"}
-    time.sleep(600)
-"""
-
-
-@pytest.fixture
-def slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
-    """A step that measures one row and hangs, in a copy of the package."""
-    copy = tmp_path / "copy" / "benchmarks"
-    shutil.copytree(HERE / "gpu", copy / "gpu")
-    shutil.copytree(HERE / "trials", copy / "trials")
-    for name in ("__init__.py", "common.py"):
-        shutil.copy(HERE / name, copy / name)
-    (copy / "gpu" / "slow.py").write_text(_SLOW_STEP)
-    monkeypatch.setattr(runner, "HERE", copy)
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
-    return Step("slow", 300, 30, 60, "hangs")
-
-
-@pytest.mark.slow
-def test_a_row_is_in_the_file_while_its_step_still_runs_and_the_call_ends_in_time(
-    tmp_path: Path, slow_step: Step, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine may be taken back at any moment."""
-    monkeypatch.setattr(runner, "BY_NAME", {"slow": slow_step, "facts": BY_NAME["facts"]})
-    path, seen = tmp_path / "first.json", []
-    own_write = runner.write_atomically
-
-    def write(target: Path, content: str) -> None:
-        own_write(target, content)
-        seen.append(json.loads(path.read_text())["steps"]["slow"])
-
-    monkeypatch.setattr(runner, "write_atomically", write)
-    call = runner.Call(path, tmp_path / "work", seconds=32.0, step_seconds=15.0, rehearse=True)
-    results = runner.run_steps([slow_step, BY_NAME["facts"]], call, lambda step, found: None)
-    assert [row["what"] for row in seen[0]["rows"]] == ["measured"]
-    assert seen[0]["error"] == runner.UNFINISHED
-    assert results["steps"]["slow"]["error"].startswith("ended after 15 s")
-    assert results["steps"]["slow"]["rows"] == [{"what": "measured"}]
-    late = runner.Call(path, tmp_path / "work", seconds=5.0, rehearse=True)
-    results = runner.run_steps([BY_NAME["facts"]], late, lambda step, found: None)
-    assert results["steps"]["facts"]["error"].startswith("not begun: 5 s of the call are left, it needs 20 s")
-    assert results["steps"]["slow"]["rows"], "an earlier call's rows stay"
-
-
 # -- what a CPU cannot show ------------------------------------------------------------------------------------------------
-
-
-def test_driver_versions_come_from_nvml(driver: Driver) -> None:
-    driver.cards = [Card("NVIDIA H200", 141)]
-    driver.write()
-    assert machine.of_driver() == {"driver": driver.version, "driver_cuda": driver.cuda}
 
 
 def test_the_machine_asks_torch_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,55 +176,6 @@ def test_the_machine_asks_torch_for_what_it_has(monkeypatch: pytest.MonkeyPatch)
     assert machine.child({"device": "cpu"})["device"] == "cpu"
 
 
-class DeviceOfNumbers:
-    """torch, as far as `Room` knows it: a GPU whose allocator takes memory as c10's does."""
-
-    class OutOfMemoryError(RuntimeError):
-        pass
-
-    uint8 = "uint8"
-
-    def __init__(self, total: int) -> None:
-        self.total, self.taken, self.small, self.share = total, 600 * MIB, 0, 1.0
-        self.cuda = self
-
-    def zeros(self, size: int, device: str) -> None:
-        pass
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return self.total - self.taken, self.total
-
-    def set_per_process_memory_fraction(self, share: float) -> None:
-        self.share = share
-
-    def empty(self, size: int, dtype: str, device: str) -> int:
-        if size <= MIB:
-            self.small = (self.small + 1) % 2
-            needed = 2 * MIB if self.small else 0
-        else:
-            needed = size if size >= 10 * MIB else 20 * MIB
-        if self.taken + needed > self.total * self.share:
-            raise self.OutOfMemoryError("CUDA out of memory.")
-        self.taken += needed
-        return size
-
-
-@pytest.mark.parametrize("left", [0, provoke.LEFT_BYTES])
-@pytest.mark.parametrize("odd", [0, 3 * MIB, 19 * MIB])
-def test_a_device_is_filled_to_what_is_to_be_left(left: int, odd: int) -> None:
-    torch = DeviceOfNumbers(24 * GIB + odd)
-    provoke.Room(torch, "cuda").fill(left)
-    free, _ = torch.mem_get_info()
-    assert left - 2 * MIB <= free < left + 2 * MIB
-
-
-def test_memory_is_hoarded_up_to_the_cap() -> None:
-    torch = DeviceOfNumbers(24 * GIB)
-    with pytest.raises(torch.OutOfMemoryError):
-        provoke.cap(provoke.Room(torch, "cuda"))
-    assert GIB < torch.taken <= 2 * GIB
-
-
 @pytest.mark.slow
 def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable[[str], tuple[Path, str]]) -> None:
     folder, _ = rehearsed("ooms")
@@ -325,32 +190,6 @@ def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable
         assert message["numbers"]["host_available_bytes"] > MIB
         assert failure["text"].strip() in message["traceback"]
         assert failures.evidence(failure).errors == [message]
-
-
-def test_a_verdict_on_a_child_that_died_silently(tmp_path: Path) -> None:
-    where = ground.Ground(tmp_path, tmp_path / "gpu")
-    died = ground.Child(-6, None, "terminate called\nRuntimeError: CUDA error: out of memory\n")
-    assert ooms.judged(died, where)["verdict"] == OutcomeKind.OOM_DEVICE
-    assert ooms.judged(ground.Child(0, None, ""), where) == {"exception": "none: it did not fail"}
-
-
-def test_the_meter_can_be_switched_to_100_hz() -> None:
-    class Counting(Meter):
-        interval_seconds = 0.25
-        closely = samples = 0
-
-        def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
-            self.samples += 1
-
-        def sample_faster(self) -> None:
-            self.closely += 1
-
-    counting = Counting()
-    meter = Switched(counting)
-    for meter.hasty, expected in ((False, 0.25), (True, 0.01)):
-        meter.sample([], MemoryPeaks())
-        assert meter.interval_seconds == expected
-    assert (counting.samples, counting.closely) == (2, 1)
 
 
 @pytest.mark.slow
@@ -370,15 +209,3 @@ def test_the_machine_is_described_without_torch_or_cuda(driver: Driver, tmp_path
     assert (found["name"], found["compute_capability"], found["driver"]) == ("NVIDIA H200", "9.0", driver.version)
     assert found["torch"]
     assert cuda_calls(tmp_path / "log") == []
-
-
-def test_a_trial_that_failed_is_a_row_with_its_reason() -> None:
-    outcome = Outcome(
-        OutcomeKind.OOM_DEVICE, Phase.BACKWARD, reason="short of 2 GiB", evidence="exception", seconds=4.0
-    )
-    row = rows.as_row(outcome)
-    assert (row["outcome"], row["why"]) == ("oom_device", "short of 2 GiB")
-    assert row["whole"] == outcome.to_json()
-    measured = Measurement(0.5, 0.1, 3, 8.0, 256.0, 3 * GIB, torch_reserved_bytes=2 * GIB, overhead_bytes=GIB)
-    row = rows.as_row(Outcome(OutcomeKind.OK, Phase.STEP, measured))
-    assert (row["peak GiB"], row["reserved GiB"], row["overhead GiB"]) == (3.0, 2.0, 1.0)

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common import HERE
-from benchmarks.gpu import gpu_first, image
+from benchmarks.gpu import image
 
 COMMAND = HERE / "gpu" / "gpu_first.py"
 
@@ -40,17 +39,6 @@ def test_steps_without_time_leave_a_file_that_says_so(tmp_path: Path) -> None:
     assert found["rehearsal"]
     assert list(found["steps"]) == ["facts", "launch", "study", "fidelity"]
     assert all("not begun: " in step["error"] for step in found["steps"].values())
-
-
-def test_logs_are_packed_and_large_files_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work" / "trials").mkdir(parents=True)
-    (tmp_path / "work" / "trials" / "rank-0.log").write_text("OOM")
-    (tmp_path / "work" / "trials" / "large.log").write_text("x" * 100)
-    (tmp_path / "work" / "trials" / "weights.pt").write_text("w")
-    monkeypatch.setattr(gpu_first, "_LARGEST_BYTES", 50)
-    gpu_first.pack(tmp_path / "work", tmp_path / "logs.tgz", "*.log")
-    with tarfile.open(tmp_path / "logs.tgz") as tar:
-        assert tar.getnames() == ["trials/rank-0.log"]
 
 
 def test_the_image_has_what_wheels_do_not_bring_and_never_autotune(

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.problem.candidate import Value
-from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.problem.space import load_space
+from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB
 from benchmarks.search.record import record
 from benchmarks.search.replay import Row, load_replay_table, write_replay_table
@@ -33,18 +32,6 @@ def test_a_study_becomes_a_table_that_is_searched(
     code, out, err = replay(monkeypatch, capsys, Path("t.csv.gz"), "--study", "again", "--budget", "5m", "--yes")
     assert code == 0, err
     assert "  config: z0 mb7 ga1 (" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
-
-
-def test_what_ran_out_of_less_memory_is_not_in_the_table(tmp_path: Path) -> None:
-    """Whether it fits into the memory that the table is of is not known."""
-    store = study_of_every_kind(tmp_path / "runs")
-    capacity, space = store.hardware.capacity_bytes, load_space("cpu_demo")
-    for micro_batch, then in ((16, capacity // 2), (32, capacity)):
-        outcome = Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=then)
-        store.finish(store.start(make_candidate(0, micro_batch), space), outcome)
-    record(store, tmp_path / "t.csv.gz")
-    rows = load_replay_table(tmp_path / "t.csv.gz").rows
-    assert (make_candidate(0, 16) in rows, make_candidate(0, 32) in rows) == (False, True)
 
 
 @pytest.mark.parametrize(

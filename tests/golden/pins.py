@@ -6,11 +6,9 @@ Each group is a function of an empty folder. It returns texts by file name, and 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gzip
 import hashlib
-import importlib.util
 import inspect
 import io
 import json
@@ -20,11 +18,9 @@ import runpy
 import shutil
 import sqlite3
 import subprocess
-import symtable
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +28,6 @@ from unittest import mock
 import autotune
 from autotune.util import entry_points
 from benchmarks.search.replay import replayed
-from tests.sources import tree_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -241,62 +236,6 @@ def resumed_study(folder: Path) -> Texts:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def sources() -> dict[str, ast.Module]:
-    """Modules of the package by their dotted names."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(("autotune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        found[name] = tree_of(path)
-    return found
-
-
-def _is_program(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
-
-
-def _binds(tree: ast.Module, name: str) -> bool:
-    """Check that the module's body defines, imports or assigns the name."""
-    table = symtable.symtable(ast.unparse(tree), "module", "exec")
-    symbol = table.lookup(name) if name in table.get_identifiers() else None
-    return symbol is not None and (symbol.is_assigned() or symbol.is_imported())
-
-
-def processes(folder: Path) -> Texts:
-    """Kinds of processes in the table of entry points, and how each can be started."""
-    trees = sources()
-    lines = []
-    for kind, module in sorted(vars(entry_points).items()):
-        if kind.isupper() and str(module).startswith("autotune."):
-            assert importlib.util.find_spec(module) is not None, f"{kind}: there is no module {module}"
-            ways = ["python -m"] * _is_program(trees[module]) + ["become"] * _binds(trees[module], "become")
-            lines.append(f"{kind}: {', '.join(ways)}\n")
-    return {"entry_points.txt": "".join(lines)}
-
-
-SENDERS = ("send", "tell", "ask", "_tell", "_ask")
-
-
-def verbs(folder: Path) -> Texts:
-    """Verbs on the wire: pinned ones that the package still spells, and those that it sends or handles by name."""
-    spelled: set[str] = set()
-    found: set[str] = set()
-    for tree in sources().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                spelled.add(node.value)
-            elif isinstance(node, ast.FunctionDef) and node.name.startswith("on_") and not node.decorator_list:
-                if [one.arg for one in node.args.args] == ["self"]:  # a handler takes the message's fields by name
-                    found.add(node.name.removeprefix("on_"))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SENDERS:
-                first = node.args[0] if node.args else None
-                if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    found.add(first.value)
-    pinned = EXPECTED / "verbs" / "verbs.txt"
-    kept = set(pinned.read_text().split()) & (spelled | found) if pinned.exists() else set()
-    return {"verbs.txt": "".join(f"{verb}\n" for verb in sorted(kept | found))}
-
-
 SPACE = """\
 knobs:
   zero_stage: [0]
@@ -347,12 +286,6 @@ def run_on_two_nodes(folder: Path) -> Texts:
     }
 
 
-def templates(folder: Path) -> Texts:
-    """Paths of the templates in the package."""
-    found = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("templates/*"))
-    return {"files.txt": "".join(f"{name}\n" for name in found)}
-
-
 GROUPS: dict[str, Callable[[Path], Texts]] = {
     "help": helps,
     "python": python_calls,
@@ -362,9 +295,6 @@ GROUPS: dict[str, Callable[[Path], Texts]] = {
     "search-simulated": searches("landscapes", "8m", 2, PREDICTORS),
     "search-own": searches("landscapes_own", "1m", 2, PREDICTORS),
     "search-recorded": searches("landscapes_real", "30m", 1, "autotune,no-predictor"),
-    "processes": processes,
-    "verbs": verbs,
-    "templates": templates,
     "two-nodes": run_on_two_nodes,
 }
 SLOW = ("two-nodes", "study-resumed", "search-simulated", "search-own", "search-recorded")

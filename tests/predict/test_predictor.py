@@ -1,5 +1,4 @@
 import dataclasses
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -145,30 +144,6 @@ def test_breakdowns_add_up() -> None:
     assert predictor.predict(make_candidate(0)).binding == "device memory"  # 2.6e9 x 16 bytes on 24 GiB
     assert predictor.predict(make_candidate(0)).memory["optimizer"] == pytest.approx(12 * 2614341888, rel=0.01)
     assert predictor.predict(make_candidate(3, offload_optimizer="cpu")).time["offload"] > 0
-
-
-def test_a_candidate_more_costs_little_beside_the_first() -> None:
-    predictor = traced_predictor(make_job(), named_hardware("rtx4090", 2))
-    many = [make_candidate(stage, 1 + i) for stage in range(4) for i in range(250)]
-    predictor.table(many[:10])
-
-    def calls(candidates: list[Candidate]) -> int:
-        """Of Python functions: formulas are of whole columns, whatever their length."""
-        seen = [0]
-
-        def count(frame: object, event: str, argument: object) -> None:
-            seen[0] += event == "call"
-
-        sys.setprofile(count)
-        try:
-            predictor.table(candidates)
-        finally:
-            sys.setprofile(None)
-        return seen[0]
-
-    alone = calls(many[:1])
-    assert alone > 500
-    assert calls(many) - alone < len(many) * alone / 50
 
 
 @pytest.mark.slow

@@ -9,12 +9,10 @@ from autotune.problem.candidate import (
     GATHER_ON_SAVE,
     MICRO_BATCH,
     Candidate,
-    describe,
     is_read,
     job_with_candidate,
     knobs_of,
     samples,
-    short_name,
 )
 from autotune.problem.job import Lora
 from tests.conftest import make_candidate, make_job
@@ -63,11 +61,6 @@ def test_what_deepspeed_ignores_or_forces_is_dropped() -> None:
     assert "contiguous_gradients" not in offloaded.as_dict
     assert "offload_param" not in Candidate.of({**base, "zero_stage": 2, "offload_param": "cpu"}).as_dict
     assert "allgather_bucket_size" not in Candidate.of({**base, "zero_stage": 3, "allgather_bucket_size": 5}).as_dict
-
-
-def test_short_and_dotted_names_are_one_knob() -> None:
-    assert short_name("zero_optimization.stage") == "zero_stage"
-    assert Candidate.of({"zero_optimization.stage": 2}) == Candidate.of({"zero_stage": 2})
 
 
 def test_the_config_keeps_what_the_user_brought() -> None:
@@ -151,35 +144,6 @@ def test_a_candidate_without_zero_leaves_the_section_alone() -> None:
     assert config["zero_optimization"] == "auto"
 
 
-STAGE_3_KEYS = (
-    "stage3_max_live_parameters",
-    "memory_efficient_linear",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "use_all_reduce_for_fetch_params",
-)
-STAGE_12_KEYS = ("round_robin_gradients", "allgather_partitions", "compute_grad_norm")
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(
-    ("names", "stages"),
-    [
-        ((MICRO_BATCH, ACCUMULATION, "zero_stage", "activation_checkpointing", "gradient_clipping"), {0, 1, 2, 3}),
-        (("reduce_bucket_size", "offload_optimizer", "overlap_comm", "contiguous_gradients"), {1, 2, 3}),
-        (("allgather_bucket_size",), {1, 2}),
-        (("sub_group_size", "offload_param"), {3}),
-        (tuple(f"zero_optimization.{key}" for key in STAGE_3_KEYS), {3}),
-        (tuple(f"zero_optimization.{key}" for key in STAGE_12_KEYS), {1, 2}),
-        (("zero_optimization.ignore_unused_parameters",), {1, 2, 3}),  # any other key of ZeRO
-    ],
-)
-def test_which_stages_read_a_knob(names: tuple[str, ...], stages: set[int], stage: int) -> None:
-    for name in names:
-        assert is_read(name, {"zero_stage": stage}) == (stage in stages), name
-
-
 @pytest.mark.parametrize(
     ("name", "knobs", "expected"),
     [
@@ -240,42 +204,6 @@ def test_the_knobs_of_a_config(config: dict, expected: dict) -> None:
     assert {name: type(value) for name, value in found.items()} == {k: type(v) for k, v in expected.items()}
 
 
-def test_reading_a_candidates_config_gives_its_knobs_back() -> None:
-    candidate = make_candidate(3, 4, 2, offload_optimizer="cpu", offload_param="nvme", overlap_comm=True)
-    assert Candidate.of(knobs_of(candidate.ds_config(make_job()))) == candidate
-
-
-@pytest.mark.parametrize(
-    ("knobs", "text"),
-    [
-        (
-            {
-                "overlap_comm": False,
-                "reduce_bucket_size": 500_000_000,
-                "offload_optimizer": "cpu",
-                "activation_checkpointing": True,
-                ACCUMULATION: 4,
-                MICRO_BATCH: 8,
-                "zero_stage": 3,
-            },
-            "z3 mb8 ga4 ckpt opt=cpu no-overlap rbs=5e+08",
-        ),
-        (
-            {"zero_stage": 0, "activation_checkpointing": False, "offload_param": "none", "offload_optimizer": "none"},
-            "z0",
-        ),
-        ({"offload_param": "nvme", "contiguous_gradients": True, "overlap_comm": True}, "par=nvme contig overlap"),
-        ({"sub_group_size": 10**9, "allgather_bucket_size": 1000}, "sgs=1e+09 agbs=1e+03"),
-        ({"zero_optimization.offload_optimizer.ratio": 0.25, "attention": "sdpa"}, "ratio=0.25 attention=sdpa"),
-        ({"zero_optimization.round_robin_gradients": True}, "round_robin_gradients"),
-        ({"zero_stage": 1, "zero_optimization.round_robin_gradients": False}, "z1"),  # DeepSpeed's own
-        ({"zero_optimization.use_multi_rank_bucket_allreduce": False}, "no-use_multi_rank_bucket_allreduce"),
-    ],
-)
-def test_one_line(knobs: dict, text: str) -> None:
-    assert describe(knobs) == text
-
-
 def test_what_a_candidate_leaves_open_is_deepspeeds_default() -> None:
     silent = Candidate.of({})
     assert (silent.stage, silent.micro_batch, silent.accumulation, silent.checkpointing) == (0, 1, 1, False)
@@ -283,12 +211,6 @@ def test_what_a_candidate_leaves_open_is_deepspeeds_default() -> None:
     assert silent.get("overlap_comm") is None
     assert silent.get("overlap_comm", 7) == 7
     assert str(silent.but(zero_stage=2)) == "z2"
-
-
-@pytest.mark.parametrize(("change", "same_family"), [({MICRO_BATCH: 4}, True), ({"zero_stage": 1}, False)])
-def test_families(change: dict, same_family: bool) -> None:
-    one = Candidate.of({"zero_stage": 0, MICRO_BATCH: 1, ACCUMULATION: 1})
-    assert (one.but(**change).family == one.family) is same_family
 
 
 # -- what a DeepSpeed config cannot say ------------------------------------------------------------------------------------

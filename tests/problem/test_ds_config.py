@@ -188,8 +188,3 @@ def test_the_global_batch_that_a_config_says(config: dict[str, Any], batch: int 
     assert found == batch
     assert type(found) in (int, type(None))
     assert bool(words) == (batch is not None)
-
-
-def test_old_names_are_read_as_those_of_today(tmp_path: Path) -> None:
-    found = loaded(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
-    assert found == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

@@ -128,13 +128,6 @@ def test_a_desktop_that_changes_makes_no_other_study(four_gpus: Driver) -> None:
     assert fingerprint(make_job(4), detect("cuda", None)) == before
 
 
-def test_a_study_of_version_0_1_has_the_whole_card(four_gpus: Driver) -> None:
-    old = {"device": "cuda", "name": RTX_3090, "count": 4, "memory_bytes": 24 * GIB, "memory_cap_bytes": None}
-    found = Hardware.from_json({**old, "host_memory_bytes": GIB, "facts": "rtx3090", "headroom": 0.05})
-    assert found.capacity_bytes == 24 * GIB
-    assert found.gpus == ()
-
-
 # -- which of them -------------------------------------------------------------------------------------------------------
 
 
@@ -315,22 +308,7 @@ def test_a_reserve_is_left_to_another_process_and_limits_ranks(four_gpus: Driver
         whole.reserving(int(23.99 * GIB))
 
 
-def test_json_both_ways_and_fields_of_a_newer_version(four_gpus: Driver) -> None:
-    found = detect("cuda", 2, memory_cap_bytes=20 * GIB)
-    data = json.loads(json.dumps(found.to_json()))
-    assert Hardware.from_json(data) == found
-    assert Hardware.from_json({**data, "invented_later": 1}) == found
-
-
 # -- the table -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_gpus() -> None:
-    assert len(gpu_table()) >= 20
-    for name, row in gpu_table().items():
-        assert named_gpu(name) is row
-        assert row.memory_gib > 0
-        assert row.tflops >= row.fp32_tflops / 2
 
 
 @pytest.mark.parametrize(

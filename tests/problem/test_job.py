@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from autotune.errors import UserError
 from autotune.problem.ds_config import load_ds_config
 from autotune.problem.job import MOST_LENGTHS, Job, Lora, Script, load_lengths, longest_sequence, parse_lora
-from autotune.problem.models import ModelSpec
 from tests.conftest import make_job
 
 SCRIPT = Script(("train.py", "--x"), "/tmp", (("zero_stage", "--z"),), True, "ds.json", {"micro_batch": 2})
@@ -178,14 +177,6 @@ def test_what_is_no_lora(text: str, message: str) -> None:
     assert str(caught.value) == f"LoRA {text}: {message}"
 
 
-@given(st.text(max_size=20))
-def test_lora_of_anything(text: str) -> None:
-    try:
-        assert 1 <= parse_lora(text).rank <= 4096
-    except UserError as error:
-        assert "\n" not in str(error) or "\n" in text
-
-
 # -- scripts -------------------------------------------------------------------------------------------------------------
 
 
@@ -205,12 +196,6 @@ def test_a_script_or_a_module() -> None:
 
 
 # -- data sets' lengths --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ['{"5": 2, "9": 1}', ' \n{"9": 1, "5": 2}', "5,2\n9,1\n", "5,1\n9\n5,1\n7,0"])
-def test_lengths(tmp_path: Path, text: str) -> None:
-    (tmp_path / "l").write_text(text)
-    assert load_lengths(tmp_path / "l") == ((5, 2), (9, 1))
 
 
 @given(st.dictionaries(st.integers(1, 100_000), st.integers(1, 1000), min_size=1, max_size=600))
@@ -307,11 +292,6 @@ def test_what_is_no_config(tmp_path: Path, content: bytes | None, message: str) 
     with pytest.raises(UserError) as caught:
         load_ds_config(file)
     assert str(caught.value) == message.format(file=file)
-
-
-def test_a_job_needs_no_more_than_a_model_and_a_shape() -> None:
-    job = Job(ModelSpec("m", {}, "here"), 1, 8)
-    assert (job.precision, job.optimizer, job.base_config, job.lora) == ("bf16", "adamw", {}, None)
 
 
 def test_lora_with_whole_modules_is_another_job_and_without_them_the_same_as_before() -> None:

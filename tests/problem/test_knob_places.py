@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -136,11 +136,6 @@ def missing_places(name: str, knob: Knob) -> list[str]:
         if any(_is_ordered(a, b) for a, b in two) is bool(knob.unordered):
             found.append("problem/knobs.py: unordered" if knob.unordered else "search/pruning.py")
     return found
-
-
-def test_a_knob_with_an_order_of_memory_is_not_declared_without_one() -> None:
-    knob = replace(KNOBS[MICRO_BATCH], unordered="why")
-    assert missing_places(MICRO_BATCH, knob) == ["problem/knobs.py: unordered"]
 
 
 @pytest.mark.parametrize("name", KNOBS)

@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.knobs import KNOBS, ZERO, RequirementInputs, is_read, lossy_of, refusal, short_name
+from autotune.problem.knobs import KNOBS, ZERO, RequirementInputs, lossy_of, refusal, short_name
 from autotune.problem.space import fitted, load_space, parse_space, shipped_spaces, unmet
 from autotune.util import inquiry
 from tests.conftest import make_job
@@ -94,38 +94,7 @@ def test_every_knob_says_where_it_is_read_and_names_are_unique() -> None:
 # -- names ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        ("stage3_max_live_parameters", ZERO + "stage3_max_live_parameters"),
-        ("bf16_optimizer_states", "bf16.bf16_optimizer_states"),
-        ("gradient_clipping", "gradient_clipping"),
-    ],
-)
-def test_short_names(typed: str, name: str) -> None:
-    assert short_name(typed) == name
-
-
 # -- what is read, and what is refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "knobs", "read"),
-    [
-        (RATIO, {"zero_stage": 3, "offload_optimizer": "cpu"}, True),
-        (RATIO, {"zero_stage": 3}, False),
-        (RATIO, {"zero_stage": 3, "offload_optimizer": "nvme"}, False),
-        (ZERO + "round_robin_gradients", {"zero_stage": 3}, False),
-        (ZERO + "round_robin_gradients", {"zero_stage": 2}, True),
-        ("compile.deepcompile", {"zero_stage": 1, "compile": False}, False),
-        ("compile.deepcompile", {"zero_stage": 1, "compile": True}, True),
-        ("compile.deepcompile", {"zero_stage": 1}, True),  # compiled by the job
-        ("bf16.bf16_optimizer_states", {"zero_stage": 2}, False),
-        ("data_types.grad_accum_dtype", {"zero_stage": 0}, False),
-    ],
-)
-def test_a_knob_is_read_where_others_let_it(name: str, knobs: dict[str, Any], read: bool) -> None:
-    assert is_read(name, knobs) == read
 
 
 @pytest.mark.parametrize(
@@ -206,14 +175,6 @@ def test_what_a_job_cannot_have_is_left_out_and_said() -> None:
     some, notes = written("{knobs: {zero_stage: [3], zero_hpz_partition_size: [1, 3, 4]}}", TWO_NODES)
     assert some.knobs[HPZ].values == (1, 4)
     assert len(notes) == 1
-
-
-def test_a_ratio_without_an_offloaded_optimizer_is_read_by_nobody() -> None:
-    left, notes = written("{name: mine, lossy: true, knobs: {zero_stage: [2, 3], offload_optimizer.ratio: [0.5, 1.0]}}")
-    assert RATIO not in left.knobs
-    assert notes == [
-        f"{RATIO} is read by no candidate of space mine: it needs stage 3 with offload_optimizer cpu: left out"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -134,24 +134,12 @@ def test_a_package_of_the_ranks_environment(
     assert need(value, around(hardware)) == f"needs the package {package}, which is not installed"
 
 
-@pytest.mark.parametrize("value", ["none", None, "sdpa", "eager"])
-def test_what_needs_no_package(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.setattr(inquiry, "has", lambda name: False)
-    assert knobs.missing_package(value) is None
-
-
 @pytest.mark.parametrize("program", ["g++", "c++"])
 def test_on_cpus_any_compiler_of_c_will_do(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(knobs, "console_script", lambda name, _: f"/usr/bin/{name}" if name == program else None)
     assert knobs.a_compiler(True, around(CPU)) == ""
     monkeypatch.setattr(knobs, "console_script", lambda name, _: None)
     assert knobs.a_compiler(True, around(CPU)) == "needs a C++ compiler (g++), which is not installed"
-
-
-def test_circumstances_are_as_they_were_given() -> None:
-    plain, both = around(), around(lossy=True, compiles=True)
-    assert (plain.lossy, plain.compiles, both.lossy, both.compiles) == (False, False, True, True)
-    assert plain.deepspeed >= (0, 16)
 
 
 def test_an_allocator_that_the_scripts_code_sets_is_its_own(tmp_path: Path) -> None:

@@ -39,16 +39,6 @@ def test_json_both_ways(outcome: Outcome) -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-def test_what_is_not_known_is_not_stored() -> None:
-    assert Outcome(OutcomeKind.CRASH).to_json() == {
-        "kind": "crash",
-        "phase": "step",
-        "seconds": 0.0,
-        "outside_seconds": 0.0,
-    }
-    assert Outcome(OutcomeKind.CRASH, rank=0).to_json()["rank"] == 0
-
-
 def test_fields_of_a_newer_version_are_dropped() -> None:
     measured = {**vars(Measurement(1.0, 0.1, 3, 8.0, 800.0, 1)), "invented_later": 1}
     found = Outcome.from_json({"kind": "ok", "measurement": measured, "invented_later": 1})
@@ -71,8 +61,3 @@ def test_what_a_kind_says(kind: OutcomeKind) -> None:
     )
     assert kind.is_oom == (kind in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST))
     assert Outcome(kind).ok == (kind is OutcomeKind.OK)
-
-
-def test_throughput_of_one_gpu() -> None:
-    measured = Measurement(1.0, 0.1, 3, 8.0, 800.0, 1)
-    assert measured.per_gpu(4) == (2.0, 200.0)

@@ -1,6 +1,5 @@
 """A rank's own word for what it has of a GPU: torch.cuda stood in for, NVML's bindings real over a driver of tests."""
 
-import ast
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,20 +177,3 @@ def test_what_a_training_of_the_users_own_has_taken(torchs: StandIn, monkeypatch
 
 
 ROOT = Path(devices.__file__).parents[1]
-# The fork server asks whether CUDA was woken, and knows nothing of rank/; numbers of a failure come one by one.
-ALLOWED = {"rank/devices.py", "rank/base.py", "workers/fork_server.py"}
-
-
-def names_torch_cuda(path: Path) -> bool:
-    text = path.read_text()
-    return "torch.cuda" in text and any(
-        (isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node) == "torch.cuda")
-        or (isinstance(node, ast.ImportFrom) and node.module == "torch.cuda")
-        for node in ast.walk(ast.parse(text))
-    )
-
-
-def test_one_module_calls_torch_cuda() -> None:
-    found = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if names_torch_cuda(path)}
-    assert "rank/devices.py" in found
-    assert found <= ALLOWED

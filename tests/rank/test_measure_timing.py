@@ -9,11 +9,9 @@ from autotune.rank.measure import (
     MeasureRequest,
     after_warmup,
     beaten,
-    boundary_seconds,
     enough,
     extrapolate,
     holds_timed_step,
-    micro_seconds,
     settled,
     stretch,
     warmed_up,
@@ -54,12 +52,6 @@ def test_of_a_long_accumulation_three_micro_batches_are_run(
 def test_warm_up_ends_when_steps_settle_or_its_share_is_spent(step_seconds: list[float], done: bool) -> None:
     assert warmed_up(step_seconds, REQUEST) is done
     assert len(step_seconds) <= MAX_WARMUP_STEPS
-
-
-def test_warm_up_takes_no_more_than_a_share_of_the_longest_measurement() -> None:
-    steps = [5.0, 9.0]
-    assert not warmed_up(steps, REQUEST)
-    assert warmed_up(steps, replace(REQUEST, max_seconds=30.0))
 
 
 @pytest.mark.parametrize(
@@ -140,13 +132,6 @@ def test_a_long_step_is_its_first_its_middle_and_its_boundary() -> None:
     assert extrapolate([0.5, 1.0, 3.0], 16) == pytest.approx(0.5 + 14 * 1.0 + 3.0)
     assert extrapolate([0.5, 1.0, 3.0], 3) == pytest.approx(4.5)
     assert extrapolate([2.5], 2) == 2.5, "a step that was run whole"
-
-
-def test_medians_of_parts() -> None:
-    steps = [[0.5, 1.0, 3.0], [0.6, 1.2, 3.3], [0.4, 9.0, 2.0]]
-    assert micro_seconds(steps) == 1.2
-    assert boundary_seconds(steps) == 3.0
-    assert micro_seconds([[2.0], [4.0]]) == 3.0
 
 
 FIRST = [5.0, 1.0]  # of a warm-up: an engine's first step takes long, whatever recurs

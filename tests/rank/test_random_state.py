@@ -103,20 +103,6 @@ def test_draws_of_a_scripts_own_generators_are_seen(patches: Patches) -> None:
         assert state.has_drawn()
 
 
-def test_another_seed_changes_the_generators_that_a_script_has_seeded(patches: Patches) -> None:
-    def drawn(seed: int) -> list[float]:
-        state = RandomState()
-        state.install(patches)
-        mine, theirs = torch.Generator().manual_seed(1), numpy.random.default_rng(1)
-        state.reseed(seed)
-        found = [torch.randn(1, generator=mine).item(), float(theirs.normal())]
-        patches.close()
-        return found
-
-    assert drawn(2) == drawn(2)
-    assert not {*drawn(2)} & {*drawn(3)}
-
-
 def test_workers_of_a_loader_draw_what_they_drew_before(patches: Patches) -> None:
     class Rows(torch.utils.data.Dataset[int]):
         def __len__(self) -> int:

@@ -50,13 +50,6 @@ def test_what_comes_once_is_waited_for() -> None:
     assert pace_of([*[1.0] * 20, 1.5]).pending is False, "a step that hardly changes the figure"
 
 
-def test_one_period_says_nothing_of_the_next() -> None:
-    found = pace_of([1.0, 1.0, 9.0, 1.0, 1.0, 9.0])
-    assert found.pending
-    assert found.spread == pytest.approx(11 / 3 - 1)
-    assert pace_of([1.0, 1.0, 9.0] * 3).settled
-
-
 def test_periods_that_differ_make_a_mean_unsure() -> None:
     alike, unlike = pace_of([1.0, 9.0] * 6), pace_of([1.0, 9.0, 1.0, 3.0] * 3)
     assert alike.spread == pytest.approx(0)
@@ -69,13 +62,6 @@ def test_steps_of_many_lengths_come_to_their_mean() -> None:
     found = pace_of(steps)
     assert found.seconds == pytest.approx(sum(steps) / len(steps))
     assert 0 < found.spread < found.seconds
-
-
-def test_the_medians_interval() -> None:
-    assert median_spread([1.0, 1.0, 1.0, 1.0]) == 0
-    assert median_spread([1.0, 2.0]) == 1.0
-    assert median_spread([2.0]) == 0.5, "one step shows no variation"
-    assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2
 
 
 def test_the_interval_of_a_median_holds_95_of_100_samples() -> None:

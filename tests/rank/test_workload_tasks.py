@@ -119,18 +119,6 @@ BART = {
     "decoder_ffn_dim": 128,
     "max_position_embeddings": 128,
 }
-DEBERTA = {
-    "model_type": "deberta-v2",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "relative_attention": True,
-    "position_buckets": 16,
-    "pos_att_type": "p2c|c2p",
-    "position_biased_input": False,
-}
 
 
 def made_here(config: dict[str, object], task: str, **changes: object) -> Job:
@@ -169,9 +157,7 @@ def test_engines_of_every_kind(bench: Bench, model: str, task: str, stages: tupl
 @pytest.mark.parametrize(
     ("model", "task"),
     [
-        pytest.param("tiny-bert", "classification", marks=pytest.mark.slow),
         ("tiny-bert", "masked-lm"),
-        pytest.param("tiny-t5", "seq2seq", marks=pytest.mark.slow),
         pytest.param("tiny-mixtral", "causal-lm", marks=pytest.mark.slow),
         pytest.param("tiny-llava", "image-text", marks=pytest.mark.slow),
     ],
@@ -194,7 +180,6 @@ def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:
         pytest.param(PALIGEMMA, "image-text", None, marks=pytest.mark.slow),
         pytest.param(GEMMA, "image-text", None, marks=pytest.mark.slow),
         (MODERN, "masked-lm", None),
-        pytest.param(DEBERTA, "question-answering", None, marks=pytest.mark.slow),
         pytest.param(BART, "seq2seq", None, marks=pytest.mark.slow),
         (BART, "classification", None),
         pytest.param(

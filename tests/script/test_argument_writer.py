@@ -86,10 +86,6 @@ def test_json_stays_json(text: str) -> None:
     assert json.loads(edited(found, {("a",): None, ("d",): None}, is_json=True)) == {"b": {"c": "y"}}
 
 
-def test_a_number_of_json_stays_one() -> None:
-    assert json.loads(edited('{"lr": 1e-5}', {("a",): 1}, is_json=True)) == {"lr": 1e-5, "a": 1}
-
-
 SCALARS = st.one_of(st.booleans(), st.integers(-9, 9), st.text("ab: #'\"-\n{}[],&*!|>%@`yes", max_size=8))
 
 

@@ -277,11 +277,6 @@ def test_ranks_that_share_sequences_count_a_batch_once() -> None:
     assert other_batch(make_candidate(1, 6, 1), shared) == ""
 
 
-def test_a_profile_of_an_earlier_version_counted_rows() -> None:
-    assert Counted.of({}) == Counted("rows", 1.0, 1.0)
-    assert Counted.of({"rows_per_sample": 2}) == Counted("rows", 2, 1.0)
-
-
 def test_steps_of_another_size_are_said() -> None:
     job = job_of(script(), HARDWARE, None)
     assert other_batch(make_candidate(0, 2, 3), job) == ""

@@ -80,15 +80,6 @@ def test_a_models_own_code_is_of_its_fingerprint(tmp_path: Path) -> None:
     assert changes(before, fingerprint(job, HARDWARE)) == [f"{folder}/modeling.py was edited"]
 
 
-def test_a_script_that_an_earlier_version_ran_is_known_by_its_text(tmp_path: Path) -> None:
-    written(tmp_path, train="import deepspeed, my_net\n", my_net="WIDTH = 1\n")
-    job = unknown_job(Script(("train.py",), str(tmp_path)), HARDWARE)
-    before = fingerprint(job, HARDWARE)
-    assert set(before["sources"]) == {"train.py", "my_net.py"}
-    written(tmp_path, train="import my_net\n", my_net="WIDTH = 4096\n")
-    assert changes(before, fingerprint(job, HARDWARE)) == ["my_net.py was edited", "train.py was edited"]
-
-
 def test_what_an_earlier_version_did_not_keep_is_unknown(tmp_path: Path) -> None:
     """Nor is it in the job, whose JSON names studies and is compared with theirs."""
     script = Script(("train.py",), str(tmp_path), profile={"sources": {"train.py": "12"}})

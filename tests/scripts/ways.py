@@ -14,7 +14,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 TOKENS, WORDS = 8, 64
 STEPS = 60
@@ -163,13 +163,6 @@ def several_losses(args: argparse.Namespace) -> None:
         engine.step()
 
 
-def tuple_output(args: argparse.Namespace) -> None:
-    engine = engine_of(args, Net(lambda loss: (loss, "logits")))
-    for _ in range(STEPS):
-        engine.backward(engine(ids(micro(engine)))[0])
-        engine.step()
-
-
 def objects(args: argparse.Namespace) -> None:
     engine = engine_of(args, BagNet())
     train(engine, (Bag("a batch", ids(micro(engine))) for _ in range(STEPS)))
@@ -248,22 +241,6 @@ def iterable_dataset(args: argparse.Namespace) -> None:
     train(engine, DataLoader(Stream(), batch_size=micro(engine)))
 
 
-def generator(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-
-    def endless() -> Iterator[torch.Tensor]:
-        while True:
-            yield ids(engine.train_batch_size() // engine.gradient_accumulation_steps() // 2)
-
-    train(engine, endless())
-
-
-def own_sampler(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    data = Data()
-    train(engine, DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), micro(engine), drop_last=True)))
-
-
 def loader_before(args: argparse.Namespace) -> None:
     with open(args.deepspeed_config) as file:
         loader = DataLoader(Data(), batch_size=json.load(file)["train_micro_batch_size_per_gpu"])
@@ -294,11 +271,6 @@ def smaller_last_batch(args: argparse.Namespace) -> None:
         train(engine, DataLoader(Data(16 * micro(engine) - 1), batch_size=micro(engine)))
 
 
-def curriculum(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    train(engine, (ids(micro(engine), 4 + step // 2) for step in range(STEPS)))
-
-
 def evaluation_between(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     for _ in range(STEPS):
@@ -315,15 +287,6 @@ def evaluation_mode(args: argparse.Namespace) -> None:
     train(engine, (ids(micro(engine)) for _ in range(STEPS)))
 
 
-def never_back_in_training(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    for _ in range(STEPS):
-        train(engine, [ids(micro(engine))])
-        engine.eval()
-        with torch.no_grad():
-            engine(ids(16))
-
-
 def evaluation_with_gradients(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     for _ in range(STEPS):
@@ -338,22 +301,8 @@ def all_in_the_config(args: argparse.Namespace) -> None:
     train(engine, (ids(micro(engine)) for _ in range(STEPS)))
 
 
-def reference_without_gradients(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    for _ in range(STEPS):
-        with torch.no_grad():
-            engine(ids(5))
-        train(engine, [ids(micro(engine))])
-
-
 def compiled(args: argparse.Namespace) -> None:
     engine = engine_of(args, torch.compile(Net(), backend="eager"))
-    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
-
-
-def compiled_in_place(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    engine.compile(backend="eager")
     train(engine, (ids(micro(engine)) for _ in range(STEPS)))
 
 
@@ -495,15 +444,6 @@ def epochs(args: argparse.Namespace) -> None:
             train(engine, [batch])
 
 
-def boundary_by_hand(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    times = engine.gradient_accumulation_steps()
-    for _ in range(STEPS):
-        for part in range(times):
-            engine.set_gradient_accumulation_boundary(part == times - 1)
-            train(engine, [ids(micro(engine))])
-
-
 def two_engines(args: argparse.Namespace) -> None:
     first, second = engine_of(args), engine_of(args)
     for _ in range(STEPS):
@@ -560,21 +500,9 @@ def time_first(args: argparse.Namespace) -> None:
     train(engine, (ids(micro(engine)).T for _ in range(STEPS)))
 
 
-def time_first_of_35(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    train(engine, (ids(micro(engine), 35).T for _ in range(STEPS)))
-
-
 def growing_batch(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     train(engine, (ids(micro(engine) + step // 4) for step in range(STEPS)))
-
-
-def errors_are_printed(args: argparse.Namespace) -> None:
-    try:
-        constant_batch(args)
-    except Exception as error:
-        print(error)
 
 
 def errors_are_skipped(args: argparse.Namespace) -> None:
@@ -584,14 +512,6 @@ def errors_are_skipped(args: argparse.Namespace) -> None:
             train(engine, [ids(4)])
         except Exception as error:
             print(error)
-
-
-def errors_are_exits(args: argparse.Namespace) -> None:
-    """As `hydra.main` has it."""
-    try:
-        constant_batch(args)
-    except Exception:
-        raise SystemExit(1) from None
 
 
 def refuses_other_batches(args: argparse.Namespace) -> None:

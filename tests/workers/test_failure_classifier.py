@@ -75,32 +75,6 @@ def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Outco
     assert (verdict.missing_bytes is not None) == (expected.is_oom and "to allocate " in text)
 
 
-def test_a_verdict_whole() -> None:
-    assert classify_failure(
-        FailureEvidence("cuda", [error("torch.OutOfMemoryError", f"\n  {CUDA_OOM}\nmore", "backward", rank=3)])
-    ) == expected_outcome(
-        OutcomeKind.OOM_DEVICE,
-        Phase.BACKWARD,
-        f"OutOfMemoryError: {CUDA_OOM}",
-        "exception torch.OutOfMemoryError",
-        Source.EXCEPTION,
-        rank=3,
-        missing_bytes=int(2.93 * GIB) - int(1.21 * GIB),
-        exceptions=("torch.OutOfMemoryError", "builtins.RuntimeError"),
-    )
-    assert classify_failure(
-        FailureEvidence("cpu", [error("builtins.KeyError", "x" * 400 + " tried to allocate 5 bytes")])
-    ) == expected_outcome(
-        OutcomeKind.CRASH,
-        Phase.FORWARD,
-        f"KeyError: {'x' * 300}",
-        "exception builtins.KeyError",
-        Source.EXCEPTION,
-        rank=0,
-        exceptions=("builtins.KeyError", "builtins.RuntimeError"),
-    )
-
-
 @pytest.mark.parametrize("kinds", [[], None])
 def test_an_error_of_which_nothing_is_known(kinds: list[str] | None) -> None:
     bare = {} if kinds is None else {"kinds": kinds, "phase": "nowhere"}
@@ -366,15 +340,6 @@ def test_a_host_that_ran_out_decides_what_cuda_leaves_open() -> None:
     assert classify_failure(FailureEvidence("cuda", [known], host_total_bytes=10 * GIB)).kind is OutcomeKind.OOM_DEVICE
     killed = FailureEvidence("cuda", [known], peaks=MemoryPeaks(oom_kills=1), host_total_bytes=10 * GIB)
     assert classify_failure(killed).kind is OutcomeKind.OOM_HOST
-
-
-def test_any_numbers_are_taken() -> None:
-    known = {**error("builtins.RuntimeError", "CUDA error: out of memory"), "numbers": None}
-    assert classify_failure(FailureEvidence("cuda", [known])).evidence == (
-        "exception builtins.RuntimeError with text 'CUDA error: out of memory'"
-    )
-    for numbers in ({"free_bytes": "much"}, {"free_bytes": -1}, {"total_bytes": 0, "free_bytes": 0}, {"x": 1}):
-        assert classify_failure(FailureEvidence("cuda", [{**known, "numbers": numbers}])).kind is OutcomeKind.OOM_DEVICE
 
 
 @given(st.text(max_size=80))

@@ -244,10 +244,6 @@ def test_clocks_and_what_limits_them(driver: Driver, card: Card) -> None:
     assert (clock_mhz(MemoryPeaks()), clock_limits(MemoryPeaks())) == (None, [])
 
 
-def test_the_slowest_gpu_counts() -> None:
-    assert clock_mhz(MemoryPeaks(clocks={"GPU 0": [1900, 1900, 1200], "GPU 1": [1400, 1500, 1990]})) == 1500
-
-
 @pytest.mark.parametrize(
     ("missing", "mhz", "limits"),
     [

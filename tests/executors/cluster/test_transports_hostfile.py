@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.executors.cluster.transports import Host, evenly_filled_hosts, read_hostfile
@@ -124,16 +122,3 @@ def test_as_many_of_each() -> None:
         evenly_filled_hosts(of(4, 8), None, 5, "h")
     with pytest.raises(UserError, match="--nodes 3: h has 2 hosts; give 1 to 2"):
         evenly_filled_hosts(of(4, 8), 3, None, "h")
-
-
-@given(st.text(max_size=60))
-def test_any_text_is_hosts_or_one_line(text: str) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "hostfile"
-        path.write_text(text, newline="")
-        try:
-            assert read_hostfile(path)
-        except UserError as error:
-            assert "\n" not in str(error)

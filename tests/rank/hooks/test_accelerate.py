@@ -74,36 +74,6 @@ def test_a_script_as_it_is_keeps_its_loader(in_rank: Callable[..., Any], tmp_pat
     assert (found["stage"], found["rows"], found["prepared"]) == (1, 2, True)
 
 
-def split(folder: str) -> dict[str, Any]:
-    """Of a loop whose loader's batches accelerate splits over four ranks: what the loader says, and what it is given."""
-    from types import SimpleNamespace
-
-    from torch.nn import Linear
-    from torch.utils.data import DataLoader
-
-    def prepared(context: Any, splits: bool) -> Any:
-        accelerator = SimpleNamespace(split_batches=splits, num_processes=4)
-        loader, net = DataLoader([0] * 64, batch_size=8), Linear(1, 1)
-        return accelerate.Loaders(context).prepare(lambda _, *objects: objects, accelerator, net, loader)[1]
-
-    sizes = {}
-    for splits in (True, False):
-        context, _ = make_context(folder, make_candidate(1, 4, 2))
-        loader = prepared(context, splits)
-        sizes[splits] = (context.said[MICRO_BATCH], context.loader_split, loader.batch_size)
-    held, _ = make_context(folder, make_candidate(1, 4, 2), profile={"batch_note": "it has its own"})
-    loader = prepared(held, False)
-    return {"split": sizes[True], "whole": sizes[False], "held": loader.batch_size}
-
-
-@pytest.mark.slow
-def test_batches_that_are_split_over_the_ranks(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    found = in_rank(split, str(tmp_path))
-    assert list(found["split"]) == [[2], True, 16]
-    assert list(found["whole"]) == [[8], False, 4]
-    assert found["held"] == 8
-
-
 def in_several_calls(folder: str, way: str, micro_batch: int) -> dict[str, Any]:
     """The rows that a script gets of its training's loader and of another, which it prepares in several calls."""
     import torch
