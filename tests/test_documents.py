@@ -101,38 +101,6 @@ def test_there_are_commands_to_look_at() -> None:
     assert sum(len(list(mentions_in(path.read_text()))) for path in TEXTS) > 40
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "autotune rum --model gemma-2-2b",
-        "autotune run --gpu 4",
-        "OMP_NUM_THREADS=2 autotune show",
-        "autotune spaces valdate mine.yaml",
-        "cd x && autotune run --gpus four",
-        "srun --ntasks=1 autotune lunch STUDY -- train.py",
-    ],
-)
-def test_what_is_no_command_is_found(line: str) -> None:
-    (words,) = words_of(line)
-    with pytest.raises(AssertionError):
-        parsed(words)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "autotune run --budget 30x",
-        "autotune run --space zero22",
-        "autotune plan --gpu rtx9999",
-        "autotune plan --model gema",
-    ],
-)
-def test_values_that_would_be_refused_are_found(line: str) -> None:
-    (words,) = words_of(line)
-    with pytest.raises(Exception):  # noqa: B017  UserError or AssertionError
-        check_values(parsed(words))
-
-
 def test_spaces_in_documents_are_valid() -> None:
     found = [
         block for path in TEXTS for block in blocks(path.read_text()) if re.search(r"^knobs:", block, re.MULTILINE)
@@ -210,13 +178,6 @@ def test_the_table_of_where_to_look_names_at_most_three_files_and_what_is_in_the
     assert unknown_names(rows[0].replace("CandidatePool", "Openings")) == {"Openings.observe"}
 
 
-def test_a_how_to_that_names_code_that_is_gone_is_found() -> None:
-    assert identifiers("`Columns`, `Job.from_json`, `autotune/x.py`, `x.py`, `make docs`") == {
-        "Columns",
-        "Job.from_json",
-    }
-
-
 MAINTAINERS = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "internals.md", ROOT / "CONTRIBUTING.md"]
 
 
@@ -231,16 +192,6 @@ def test_a_name_with_a_file_is_defined_in_that_file() -> None:
     """In documents for maintainers, and in docstrings and comments of the package."""
     wrong = {str(path.relative_to(ROOT)): misplaced(path.read_text()) for path in [*MAINTAINERS, *SOURCES]}
     assert {path: names for path, names in wrong.items() if names} == {}
-
-
-def test_code_that_does_not_exist_is_found() -> None:
-    text = "`search/tuners.py`, `search/tuner.py`, `NAME.py`, `util/linux.py: own_memory`"
-    assert missing_files(text) == {"search/tuners.py"}
-    text = "`Tuner.run`, `Tuner.walk`, `rank.ds_config.needed_ops`, `rank.ds_config.ops`, `torch.cuda`, `base.report`"
-    assert missing_members(text) == {"Tuner.walk", "rank.ds_config.ops", "base.report"}
-    assert missing_members("`BaseRank.report`, `TrainRank.report`, `Proposer.trial_share_seconds`") == set()
-    text = "`Tuner.run` (`search/tuner.py`), `Tuner.run`\n    # (search/study.py), `Tuner` in `search/gone.py`, `X` (`stage3.py`)"
-    assert misplaced(text) == {("Tuner.run", "search/study.py"), ("Tuner", "search/gone.py")}
 
 
 # -- the site ------------------------------------------------------------------------------------------------------------
@@ -299,16 +250,6 @@ def test_environment_variables_are_those_that_the_code_reads() -> None:
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted(made("reference").variables_read())
-
-
-def test_a_variable_is_found_however_the_code_names_it() -> None:
-    reference = made("reference")
-    tree = ast.parse(
-        'A, B = "A_B", 1\nC = "C_D"\nx = os.environ[C]\nif "E_F" in os.environ: os.environ.get(A)\nos.environ[A] = 1'
-    )
-    assert reference.constants(tree) == {"A": "A_B", "C": "C_D"}
-    found = [ast.unparse(name) for name in map(reference.looked_up, ast.walk(tree)) if name is not None]
-    assert sorted(found) == ["'E_F'", "A", "C"]
 
 
 @pytest.fixture
@@ -475,25 +416,6 @@ def test_the_site_works_from_disk(tmp_path: Path) -> None:
     without = shutil.copytree(site, tmp_path / "without")
     (without / "iframe-worker.js").unlink()
     assert results(without) == 0
-
-
-@pytest.mark.slow
-def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
-    """That the test above can fail."""
-    pytest.importorskip("mkdocs")
-    for name in ("docs", "examples", "search_spaces"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("mkdocs.yml", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "autotune").symlink_to(ROOT / "autotune")
-    with (tmp_path / "docs" / "oom.md").open("a") as page:
-        page.write("\n[a page](nowhere.md) and [an anchor](stages.md#nowhere)\n")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mkdocs", "build"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    assert "nowhere.md" in done.stderr
-    assert "'#nowhere'" in done.stderr
 
 
 # -- the picture ---------------------------------------------------------------------------------------------------------

@@ -21,9 +21,6 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "latent_diffusion": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--ga_steps"}, "", ()),
     "controlnet": ("--cfg_path x.yaml", {MICRO_BATCH: DEEP, ACCUMULATION: "accelerate.accumulation"}, "", ()),
     "cifar_moe": ("", {MICRO_BATCH: "--batch_size"}, "", (3,)),
-    "chat": ("", {MICRO_BATCH: "--per_device_training_batch_size"}, "", ()),
-    "by_duration": ("", {}, "change from step to step", ()),
-    "vocoder": ("", {}, "the loss depends on how the batch is cut", ()),
     "surgery": ("--bs 4", {MICRO_BATCH: "--bs"}, "", ()),
     "webdataset": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--accum_freq"}, "", ()),
     "imagenet": ("", {MICRO_BATCH: "--batch-size", ACCUMULATION: "--iter-size"}, "", ()),
@@ -36,21 +33,14 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
 CUT = "the loss depends on how the batch is cut"
 STYLES: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "rdrop": ("", {MICRO_BATCH: "--bsz", ACCUMULATION: "--ga"}, "", ()),
-    "short_epochs": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--grad_accum"}, "", ()),
-    "compiled": ("", {MICRO_BATCH: "--per_device_batch", ACCUMULATION: "--grad_acc"}, "", ()),
     "boundary": ("", {MICRO_BATCH: "--mb", ACCUMULATION: "--accumulate"}, "", ()),
     "unfreeze": ("", {MICRO_BATCH: "--batch", ACCUMULATION: "--ga"}, "", (0,)),
-    "reversal": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--update_every"}, "", ()),
     "iter_decay": ("", {}, "learning rate has moved by", ()),
-    "mixup": ("", {MICRO_BATCH: "--micro", ACCUMULATION: "--acc"}, "", ()),
     "ctc": ("", {MICRO_BATCH: "--samples_per_gpu", ACCUMULATION: "--update_freq"}, "", ()),
-    "learned_weights": ("", {MICRO_BATCH: "--bs_per_gpu", ACCUMULATION: "--accum_steps"}, "", ()),
     "codebook": ("", {}, CUT, ()),
     "gradient_noise": ("", {MICRO_BATCH: "--batch", ACCUMULATION: "--accumulate"}, "", (1, 2, 3)),
     "sharpness": ("", {}, CUT, ()),
-    "average_by_iterations": ("", {MICRO_BATCH: "--train_bs", ACCUMULATION: "--accumulate_steps"}, "", ()),
     "stochastic_depth": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--gradient_accumulation"}, "", ()),
-    "queue": ("", {}, CUT, ()),
 }
 OTHER_ROWS = {"ctc"}  # another cut trains on other rows, of noise that hides a factor of 1.5
 ALL = [("public.py", way) for way in PUBLIC] + [("styles.py", way) for way in STYLES]

@@ -171,58 +171,6 @@ def cifar_moe(words: list[str]) -> None:
     train(engine, loader(args.batch_size), squared)
 
 
-def chat(words: list[str]) -> None:
-    """Actor and critic are engines of their own; advantages come from rollouts of the actor before each step."""
-    args = integers(words, per_device_training_batch_size=4)
-    actor = engine_of(net(), args.per_device_training_batch_size, 1, 2)
-    critic = engine_of(net(seed=1), args.per_device_training_batch_size, 1, 2)
-    for step, x in enumerate(loader(args.per_device_training_batch_size)):
-        with torch.no_grad():
-            advantage = critic(x).mean(dim=1)
-        out = actor(x)
-        actor.backward(-(advantage * out.mean(dim=1)).mean() + squared(out, x))
-        actor.step()
-        critic.backward(squared(critic(x), x))
-        critic.step()
-        if step >= STEPS:
-            break
-
-
-def by_duration(words: list[str]) -> None:
-    """Audio batches of at most so many seconds: their rows vary from step to step."""
-    args = integers(words, max_duration=40)
-    engine = engine_of(net(), 4, 1, 1)
-    lengths = torch.randint(5, 15, (20_000,), generator=torch.Generator().manual_seed(2)).tolist()
-
-    def batches() -> Iterator[torch.Tensor]:
-        at, rank = 0, torch.distributed.get_rank()
-        while at < len(lengths):
-            size, total = 0, 0
-            while total + lengths[at + size] <= args.max_duration:
-                total += lengths[at + size]
-                size += 1
-            yield torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(2 * at + rank))
-            at += size
-
-    train(engine, batches(), squared)
-
-
-def vocoder(words: list[str]) -> None:
-    """A generator and a discriminator, each an engine, which step in turns."""
-    args = integers(words, batch_size=8)
-    g = engine_of(net(), args.batch_size, 1, 1)
-    d = engine_of(torch.nn.Sequential(net(seed=1), torch.nn.Linear(WIDTH, 1)), args.batch_size, 1, 1)
-    judged = torch.nn.functional.binary_cross_entropy_with_logits
-    for real in loader(args.batch_size):
-        fake = g(torch.randn_like(real))
-        truth, lie = d(real), d(fake.detach())
-        d.backward(judged(truth, torch.ones_like(truth)) + judged(lie, torch.zeros_like(lie)))
-        d.step()
-        fooled = d.module(fake)
-        g.backward(judged(fooled, torch.ones_like(fooled)))
-        g.step()
-
-
 def surgery(words: list[str]) -> None:
     """Two tasks, whose gradients at the shared output are projected when they conflict (PCGrad)."""
     args = integers(words, bs=4)
@@ -366,7 +314,7 @@ def own_generators(words: list[str]) -> None:
 WAYS = {
     way.__name__: way
     for way in (
-        *(minrf, latent_diffusion, controlnet, cifar_moe, chat, by_duration, vocoder, surgery, webdataset, imagenet),
+        *(minrf, latent_diffusion, controlnet, cifar_moe, surgery, webdataset, imagenet),
         *(rlhf, tokens, scaled_by_hand, muon, own_generators),
     )
 }

@@ -99,22 +99,6 @@ def cut_by_loop(words: list[str]) -> None:
         engine.step()
 
 
-def curriculum(words: list[str]) -> None:
-    """Sequences that grow with the optimizer steps."""
-    args = integers(words, device_batch=4, accumulate_batches=2)
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 64))
-    engine = engine_of(module, args.device_batch, args.accumulate_batches, 0, gradient_clipping=0.5)
-    texts: Any = torch.randint(0, 64, (16384, 33), generator=torch.Generator().manual_seed(7))
-    for x in DataLoader(texts, args.device_batch, sampler=DistributedSampler(texts, shuffle=False), drop_last=True):
-        length = 8 if engine.global_steps < 3 else 16 if engine.global_steps < 8 else 32
-        told = engine(x[:, :length])
-        engine.backward(torch.nn.functional.cross_entropy(told.flatten(0, 1), x[:, 1 : length + 1].flatten()))
-        engine.step()
-        if engine.global_steps >= STEPS:
-            break
-
-
 def gradient_penalty(words: list[str]) -> None:
     """A penalty on the gradient of the output by its input, which takes a second backward."""
     args = integers(words, bs=4, ga=2)
@@ -379,16 +363,6 @@ def one_cycle(words: list[str]) -> None:
             break
 
 
-def cosine_of_loader(words: list[str]) -> None:
-    """A schedule over the micro-batches of the loader, which the engine advances once in an optimizer step."""
-    args = integers(words, bs_gpu=4, accumulation=4)
-    deepspeed.init_distributed()
-    batches, module = loader(args.bs_gpu), net()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
-    train(_own_optimizer(module, optimizer, args.bs_gpu, args.accumulation, lr_scheduler=schedule), batches, squared)
-
-
 class Adapted(torch.nn.Module):
     """Frozen layer with a trained product of two thin matrices."""
 
@@ -434,29 +408,6 @@ def rdrop(words: list[str]) -> None:
             break
 
 
-def short_epochs(words: list[str]) -> None:
-    """Epochs of four steps and a half, shuffled by the epoch's number, with a schedule by epochs."""
-    args = integers(words, batch_size=2, grad_accum=4)
-    deepspeed.init_distributed()
-    module, data = net(), rows(72)
-    sampler: Any = DistributedSampler(data)  # type: ignore[arg-type]
-    batches: Any = DataLoader(data, args.batch_size, sampler=sampler, drop_last=True)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    engine = _own_optimizer(module, optimizer, args.batch_size, args.grad_accum)
-    for epoch in range(60):
-        sampler.set_epoch(epoch)
-        train(engine, batches, squared)
-        schedule.step()
-
-
-def compiled(words: list[str]) -> None:
-    """A compiled model."""
-    args = integers(words, per_device_batch=4, grad_acc=2)
-    module: Any = torch.compile(net(), backend="eager")
-    train(engine_of(module, args.per_device_batch, args.grad_acc, 1), loader(args.per_device_batch), squared)
-
-
 def boundary(words: list[str]) -> None:
     """The loop tells the engine which micro-batch ends a step: every n-th, and the last of an epoch."""
     args = integers(words, mb=2, accumulate=4)
@@ -483,47 +434,6 @@ def unfreeze(words: list[str]) -> None:
             break
 
 
-class Reversed(torch.autograd.Function):
-    """The same forward, and the negative gradient, which grows with the steps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return -ctx.weight * gradient, None
-
-
-class Adversarial(torch.nn.Module):
-    """Features with two heads, one of which works against them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = net()
-        self.labels, self.domains = torch.nn.Linear(WIDTH, 10), torch.nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        seen = self.features(x)
-        return self.labels(seen), self.domains(Reversed.apply(seen, weight))
-
-
-def reversal(words: list[str]) -> None:
-    """A gradient reversal layer, whose weight grows with the optimizer steps."""
-    args = integers(words, batch_size=4, update_every=2)
-    torch.manual_seed(0)
-    engine = engine_of(Adversarial(), args.batch_size, args.update_every, 1)
-    judged = torch.nn.functional.cross_entropy
-    for x in loader(args.batch_size):
-        done = min(1.0, engine.global_steps / STEPS)
-        labels, domains = engine(x, 2 / (1 + 2.718 ** (-10 * done)) - 1)
-        engine.backward(judged(labels, _classes(x)) + judged(domains, (x[:, 0] > 0).long()))
-        engine.step()
-        if engine.global_steps >= STEPS:
-            break
-
-
 def iter_decay(words: list[str]) -> None:
     """A learning rate that the loop itself computes from its iterations; it hardly moves in the first steps."""
     args = integers(words, per_gpu=2, grad_accumulation=4)
@@ -534,21 +444,6 @@ def iter_decay(words: list[str]) -> None:
         for group in engine.optimizer.param_groups:
             group["lr"] = 2e-3 * 0.9998**at
         engine.backward(squared(engine(x), x))
-        engine.step()
-        if engine.global_steps >= STEPS:
-            break
-
-
-def mixup(words: list[str]) -> None:
-    """Rows mixed with partners of the micro-batch, by weights that NumPy draws."""
-    import numpy as np
-
-    args = integers(words, micro=4, acc=2)
-    engine = engine_of(net(), args.micro, args.acc, 1)
-    for x in loader(args.micro):
-        share = float(np.random.beta(0.4, 0.4))
-        mixed = share * x + (1 - share) * x[torch.randperm(len(x))]
-        engine.backward(squared(engine(mixed), mixed.flip(1)))
         engine.step()
         if engine.global_steps >= STEPS:
             break
@@ -597,23 +492,6 @@ def ctc(words: list[str]) -> None:
         told = engine(sounds).log_softmax(2).transpose(0, 1)
         sizes = torch.full((len(texts),), texts.shape[1])
         engine.backward(torch.nn.functional.ctc_loss(told, texts, lengths, sizes, zero_infinity=True))
-        engine.step()
-        if engine.global_steps >= STEPS:
-            break
-
-
-def learned_weights(words: list[str]) -> None:
-    """Weights of two losses that are trained too, by a parameter that the loop reads."""
-    args = integers(words, bs_per_gpu=4, accum_steps=2)
-    module, weights = net(), torch.nn.Parameter(torch.zeros(2))
-    trained: list[dict[str, Any]] = [{"params": [*module.parameters()]}, {"params": [weights], "lr": 0.02}]
-    module.register_parameter("loss_weights", weights)
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    engine = _own_optimizer(module, optimizer, args.bs_per_gpu, args.accum_steps)
-    for x in loader(args.bs_per_gpu):
-        out = engine(x)
-        losses = torch.stack([squared(out, x), (out - x.flip(1)).abs().mean()])
-        engine.backward((losses * (-weights).exp() + weights).sum())
         engine.step()
         if engine.global_steps >= STEPS:
             break
@@ -687,19 +565,6 @@ def sharpness(words: list[str]) -> None:
             break
 
 
-def average_by_iterations(words: list[str]) -> None:
-    """A running average of the weights that every iteration moves, saved and never used in the training."""
-    args = integers(words, train_bs=2, accumulate_steps=4)
-    average = [p.detach().clone() for p in net().parameters()]
-    engine = engine_of(net(), args.train_bs, args.accumulate_steps, 1)
-    for x in loader(args.train_bs):
-        engine.backward(squared(engine(x), x))
-        engine.step()
-        torch._foreach_lerp_(average, [p.detach() for p in engine.module.parameters()], 0.01)
-        if engine.global_steps >= STEPS:
-            break
-
-
 class Deep(torch.nn.Module):
     """Layers that are dropped at random, the more the more forwards the model has seen."""
 
@@ -722,43 +587,14 @@ def stochastic_depth(words: list[str]) -> None:
     train(engine_of(Deep(), args.batch_size, args.gradient_accumulation, 1), loader(args.batch_size), squared)
 
 
-def queue(words: list[str]) -> None:
-    """Negatives from a queue of earlier rows, of a second encoder that averages the first."""
-    args = integers(words, bsz=4, acc_steps=2)
-    keys, kept = net().requires_grad_(False), torch.nn.functional.normalize(rows(64), dim=1)
-    engine = engine_of(net(), args.bsz, args.acc_steps, 1)
-    unit = torch.nn.functional.normalize
-    for x in loader(args.bsz):
-        asked, key = unit(engine(x), dim=1), unit(keys(x + 0.1 * x.flip(1)), dim=1)
-        likeness = torch.cat([(asked * key).sum(1, keepdim=True), asked @ kept.T], dim=1) / 0.2
-        engine.backward(torch.nn.functional.cross_entropy(likeness, torch.zeros(len(x), dtype=torch.long)))
-        ends = engine.is_gradient_accumulation_boundary()
-        engine.step()
-        kept = torch.cat([kept[len(x) :], key])
-        if ends:
-            torch._foreach_lerp_(list(keys.parameters()), [p.detach() for p in engine.module.parameters()], 0.01)
-        if engine.global_steps >= STEPS:
-            break
-
-
 WAYS = {
     way.__name__: way
     for way in (
-        *(
-            tokens_weighted,
-            schedule_in_loop,
-            nanogpt,
-            accumulates,
-            cut_by_loop,
-            curriculum,
-            gradient_penalty,
-            multitask,
-            ema,
-        ),
+        *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, cut_by_loop, gradient_penalty, multitask, ema),
         *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
-        *(label_sum, token_mean, contrastive, one_cycle, cosine_of_loader, lora_by_hand),
-        *(rdrop, short_epochs, compiled, boundary, unfreeze, reversal, iter_decay, mixup, ctc),
-        *(learned_weights, codebook, gradient_noise, sharpness, average_by_iterations, stochastic_depth, queue),
+        *(label_sum, token_mean, contrastive, one_cycle, lora_by_hand),
+        *(rdrop, boundary, unfreeze, iter_decay, ctc),
+        *(codebook, gradient_noise, sharpness, stochastic_depth),
     )
 }
 if __name__ == "__main__":
