@@ -21,7 +21,6 @@ import io
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -35,7 +34,6 @@ from typing import Any
 import psutil
 import pytest
 import pytest_randomly
-from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -354,20 +352,6 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this run that all its workers see."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@pytest.fixture(scope="session")
-def built_ops(shared_folder: Path) -> None:
-    """DeepSpeed's ops for CPU ranks are built. Cold ranks build what they miss, silently, for longer than a training may
-    be silent; the fork server needs no help."""
-    done = shared_folder / "ops-are-built"
-    with FileLock(shared_folder / "ops.lock"):
-        if done.exists():
-            return
-        code = "from autotune.workers.jit_ops import load_ops; assert not load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder'])"
-        env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parents[1], env=env, check=True, timeout=800)
-        done.touch()
 
 
 @pytest.fixture(scope="session", autouse=True)

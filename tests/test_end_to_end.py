@@ -208,57 +208,6 @@ def test_the_exported_config_trains_under_plain_deepspeed(finished_study: Finish
     assert train(tmp_path, *TORCHRUN, "train.py", str(config)).count("trained") == 2
 
 
-@pytest.mark.main_path
-@pytest.mark.slow
-def test_the_training_arguments_train_under_trainer(
-    finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export(finished_study, monkeypatch, capsys, "hf", tmp_path / "hf.json")
-    (tmp_path / "trainer.py").write_text(
-        "import json, os, sys, torch\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments\n"
-        "values = json.load(open(sys.argv[1]))\n"
-        "arguments = TrainingArguments(output_dir='out', max_steps=3, report_to=[], save_strategy='no', **values)\n"
-        "config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)\n"
-        "rows = [{'input_ids': torch.arange(8), 'labels': torch.arange(8)} for _ in range(4096)]\n"
-        "trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)\n"
-        "result = trainer.train()\n"
-        "assert type(trainer.model_wrapped).__name__ == 'DeepSpeedEngine', type(trainer.model_wrapped)\n"
-        "assert trainer.model_wrapped.zero_optimization_stage() == values['deepspeed'].get('zero_optimization', {}).get('stage', 0)\n"
-        "assert result.global_step == 3\n"
-        "print('trained')\n"
-    )
-    assert train(tmp_path, *TORCHRUN, "trainer.py", "hf.json").count("trained") == 2
-
-
-@pytest.mark.main_path
-@pytest.mark.slow
-def test_the_accelerate_config_trains_under_accelerate_launch(
-    finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export(finished_study, monkeypatch, capsys, "accelerate", tmp_path / "acc.yaml")
-    (tmp_path / "acc.py").write_text(
-        "import os, sys, torch\n"
-        "from accelerate import Accelerator\n"
-        "accelerator = Accelerator()\n"
-        "model = torch.nn.Linear(8, 8)\n"
-        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
-        "if 'offload_optimizer' in accelerator.state.deepspeed_plugin.deepspeed_config.get('zero_optimization', {}):\n"
-        "    from deepspeed.ops.adam import DeepSpeedCPUAdam\n"
-        "    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3)\n"
-        "size = accelerator.state.deepspeed_plugin.deepspeed_config['train_micro_batch_size_per_gpu']\n"
-        "data = torch.utils.data.DataLoader(torch.ones(64 * size, 8), batch_size=size)\n"
-        "model, optimizer, data = accelerator.prepare(model, optimizer, data)\n"
-        "assert type(model).__name__ == 'DeepSpeedEngine', type(model)\n"
-        "for batch in data:\n"
-        "    with accelerator.accumulate(model):\n"
-        "        accelerator.backward(model(batch).square().mean()); optimizer.step(); optimizer.zero_grad()\n"
-        "print('trained')\n"
-    )
-    port = ("--main_process_port", "0")  # any free one; accelerate's own is 29500, for every launch on a machine
-    assert "trained" in train(tmp_path, "accelerate", "launch", *port, "--config_file", "acc.yaml", "acc.py")
-
-
 # -- studies without a winner --------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import importlib
 import re
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -166,31 +165,21 @@ def test_a_study_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (None, {"gpus": "two"}, "gpus: expected a whole number, found 'two'"),
         (None, {"gpus": 1.5}, "gpus: expected a whole number, found 1.5"),
-        (None, {"gpus": True}, "gpus: expected a whole number, found True"),
         (None, {"gpus": float("nan")}, "gpus: the number is not possible"),
         (None, {"seq_len": 10**5000}, "seq_len: the number is not possible"),
-        (None, {"seq_len": [1]}, "seq_len: expected a whole number, found a value of type list"),
         (None, {"budget": 10**5000}, "budget: the number is not possible"),
-        (None, {"budget": timedelta(hours=1)}, "budget: expected a text, a path or a number, found a value of type"),
         (None, {"study": "a\nb"}, r"study: expected one line of text, found 'a\nb'"),
         (None, {"out": 3}, "out: expected a path, found 3"),
         (None, {"out": "a\0b"}, "out: expected one line of text"),
         (None, {"exhaustive": "no"}, "exhaustive: expected True or False, found 'no'"),
         (None, {"tokens": 1e9}, "no option 'tokens'"),  # of `plan`
-        (None, {"max_restarts": 1}, "no option 'max_restarts'"),  # of `launch`
-        (None, {"as_json": True}, "no option 'as_json'"),  # of the command line
         (None, {"maps": "a=--b"}, "maps: expected a list of texts, found 'a=--b'"),
         (None, {"budgett": "5m"}, "no option 'budgett'; did you mean budget"),
         (None, {"attn": "sdpa"}, "no option 'attn'; did you mean attention"),
-        (None, {"script": ["a.py"]}, "no option 'script'"),
         ("train.py --x 1", {}, 'command: expected a list of words, like ["train.py", "--epochs", "1"], found '),
-        (b"train.py", {}, "command: expected a list of words"),
-        (Path("train.py"), {}, "command: expected a list of words"),
         (["train.py", None], {}, "command[1]: expected a text, a path or a number"),
-        (["train.py", "\0"], {}, "command[1]: expected one line of text"),
         (None, {"model": "tiny-llama", "device": "cpu", "budget": "soon"}, "'soon' is no duration"),
         (None, {"model": "tiny-llama", "device": "cpu", "headroom": 5}, "a share of '5' is not possible"),
-        (None, {"model": "tiny-llama", "device": "cpu", "memory_cap": 0}, "a size of '0' is not possible"),
         (None, {"model": "tiny-llama", "device": "cpu", "gpus": "0"}, "gpus 0: expected at least 1"),
         (
             None,

@@ -38,8 +38,6 @@ STYLES: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "iter_decay": ("", {}, "learning rate has moved by", ()),
     "ctc": ("", {MICRO_BATCH: "--samples_per_gpu", ACCUMULATION: "--update_freq"}, "", ()),
     "codebook": ("", {}, CUT, ()),
-    "gradient_noise": ("", {MICRO_BATCH: "--batch", ACCUMULATION: "--accumulate"}, "", (1, 2, 3)),
-    "sharpness": ("", {}, CUT, ()),
     "stochastic_depth": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--gradient_accumulation"}, "", ()),
 }
 OTHER_ROWS = {"ctc"}  # another cut trains on other rows, of noise that hides a factor of 1.5

@@ -113,17 +113,6 @@ def test_an_image_holds_all_packages_and_supported_versions(name: str) -> None:
     assert f"-f packaging/docker/Dockerfile.{name} " in text
 
 
-def test_the_workflow_builds_every_image_and_plans_in_it() -> None:
-    job = WORKFLOWS["images"]["jobs"]["build"]
-    assert sorted(job["strategy"]["matrix"]["image"]) == sorted(IMAGES)
-    runs = [step["run"] for step in job["steps"] if "run" in step]
-    assert any(run.startswith("docker build -f packaging/docker/Dockerfile.${{ matrix.image }}") for run in runs)
-    commands = [run.partition("autotune:${{ matrix.image }} ")[2] for run in runs if run.startswith("docker run")]
-    assert len(commands) == 2
-    for command in commands:
-        check_values(parsed(words_of(command)[0]))
-
-
 def test_the_conda_recipe_requires_what_the_package_requires() -> None:
     recipe = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text())
     assert recipe["context"]["version"] == autotune.__version__

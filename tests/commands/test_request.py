@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -18,23 +17,6 @@ from autotune.errors import UserError
 from tests.cli_call import call
 
 COMMANDS = ("run", "plan", "launch")
-NO_OPTIONS = {"runs", "command"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options_of_a_command_are_the_fields_for_it(command: str) -> None:
-    group: Any = parser()
-    shown = {one.name: one for one in group.commands[command].params if not getattr(one, "hidden", False)}
-    declared = {one.name: one for one in parameters(command)}
-    assert shown.keys() == declared.keys()
-    for name, one in shown.items():
-        assert one.help == declared[name].help
-        assert one.secondary_opts == [], "no --no-FLAG"
-
-
-def test_every_field_is_an_option_of_some_command() -> None:
-    declared = {one.name for command in COMMANDS for one in parameters(command)}
-    assert {one.name for one in dataclasses.fields(Request)} - declared == NO_OPTIONS
 
 
 def every_command(group: Any = None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -11,7 +11,7 @@ from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.job import Job
-from autotune.problem.knobs import KNOBS, ZERO, short_name
+from autotune.problem.knobs import KNOBS, short_name
 from tests.conftest import Bench, make_candidate, make_job
 
 CPU_ADAM = {"offload_optimizer": "cpu", "sub_group_size": 100_000}
@@ -52,14 +52,6 @@ def test_a_knob_runs_and_takes_what_is_predicted(bench: Bench, stage: int, knobs
     assert outcome.measurement.live_tensor_bytes
     counted = max(outcome.measurement.live_tensor_bytes.values())
     assert predicted_bytes(job, candidate) == pytest.approx(counted, rel=0.08)
-
-
-@pytest.mark.slow
-def test_part_of_an_offloaded_optimizer_stays_on_the_device_and_trains(bench: Bench) -> None:
-    """`offload_optimizer.ratio` between all and nothing, in whole sub-groups."""
-    bench.executor.job = make_job(precision="bf16")
-    for ratio in (0.0, 0.3):
-        assert bench.run(make_candidate(3, **CPU_ADAM, **{ZERO + "offload_optimizer.ratio": ratio})).ok
 
 
 @pytest.mark.slow

@@ -48,11 +48,6 @@ def test_optimizers_by_name(kind: str) -> None:
     assert one.temporary_bytes == (8 if kind == "adagrad" else 0), "torch's own are fused where they can be"
 
 
-def test_an_optimizer_of_which_nothing_is_known() -> None:
-    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": "Shampoo"}}))
-    assert (one.known, one.state_bytes) == (False, 8)
-
-
 @pytest.mark.parametrize(
     ("kind", "params"),
     [("AdamW", {"torch_adam": True}), ("Adagrad", {}), ("SGD", {"momentum": 0.9, "weight_decay": 0.1})],

@@ -33,10 +33,6 @@ def test_of_what_nobody_knows_there_is_a_guess_of_a_gpu(name: str, gib: int) -> 
     assert found.memory_gib == gib
 
 
-def test_main_memory_is_slow_memory() -> None:
-    assert unlisted_gpu_facts("NVIDIA GX10", 120 * GIB, unified=True).memory_gb_per_s < 400
-
-
 @pytest.mark.parametrize(("capability", "bf16"), [((9, 0), True), ((7, 5), False)])
 def test_a_found_card_is_stored_by_its_name_and_computes_in_bf16_from_ampere_on(
     driver: Driver, capability: tuple[int, int], bf16: bool

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
 from autotune.problem.job import Job, Lora, Script
 from autotune.results.export import training_arguments, write_export
-from autotune.search.certificate import LEAST_TOLERANCE
 from autotune.versions import release, version_of
-from tests.conftest import SCRIPTS, make_candidate, make_job
-from tests.plain_training import train
+from tests.conftest import make_candidate, make_job
 
 SCHEDULERS = {
     "WarmupLR": {"warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4, "warmup_num_steps": 10, "warmup_type": "linear"},
@@ -174,43 +171,3 @@ def test_accelerate_reads_the_fsdp_config(tmp_path: Path) -> None:
     assert "# load trained weights in fp32; " in text
     write_export(make_candidate(0), job, tmp_path / "cpu.yaml", {}, style="fsdp", device="cpu")
     assert launches_ranks(tmp_path / "cpu.yaml"), "it starts one process for MULTI_CPU"
-
-
-TRAININGS = (
-    ("whole", "fp32", "FSDPLlamaForCausalLM"),
-    ("whole", "bf16", "FSDPLlamaForCausalLM"),
-    ("adapters", "fp32", "FSDPPeftModel"),
-    ("experts", "fp32", "FSDPMixtralForCausalLM"),
-)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, built_ops: None) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """What each training has shown under DeepSpeed and under FSDP: all of an engine in one group of ranks, which take seconds to start."""
-    winner, folder = make_candidate(3, 2, 2), tmp_path_factory.mktemp("fsdp")
-    told: dict[str, list[dict[str, Any]]] = {"deepspeed": [], "fsdp": []}
-    for model, precision, _ in TRAININGS:
-        job = make_job(precision=precision, base_config={"zero_allow_untested_optimizer": True})
-        for style in told:
-            write_export(winner, job, folder / f"{precision}.{style}", {}, style=style, device="cpu")
-        told["deepspeed"].append({"model": model, "config": str(folder / f"{precision}.deepspeed")})
-        told["fsdp"].append({"model": model, "variables": launched(folder / f"{precision}.fsdp")})
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    words += [str(SCRIPTS / "fsdp_steps.py"), "2", "2"]
-    theirs, ours = (
-        json.loads(train([*words, json.dumps(one)], folder, {"OMP_NUM_THREADS": "1"}).strip().splitlines()[-1])
-        for one in told.values()
-    )
-    pairs = zip(theirs, ours, strict=True)
-    return {(model, precision): pair for (model, precision, _), pair in zip(TRAININGS, pairs, strict=True)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "precision", "name"), TRAININGS)
-def test_a_training_under_the_fsdp_config_has_the_losses_of_deepspeed(
-    trained: dict[tuple[str, str], tuple[Any, Any]], model: str, precision: str, name: str
-) -> None:
-    theirs, ours = trained[model, precision]
-    assert (theirs["model"], ours["model"]) == ("DeepSpeedEngine", name)
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=LEAST_TOLERANCE[precision])
-    assert max(ours["losses"]) > (1 + 2 * LEAST_TOLERANCE[precision]) * min(ours["losses"]), "a wrong step would show"

@@ -124,23 +124,6 @@ def multitask(words: list[str]) -> None:
     train(engine, turns, squared)
 
 
-def ema(words: list[str]) -> None:
-    """A running average of the weights, which evaluates before every tenth step."""
-    args = integers(words, train_batch=4, grad_accum=2)
-    module = net()
-    average = net().requires_grad_(False)
-    engine = engine_of(module, args.train_batch, args.grad_accum, 2)
-    for x in loader(args.train_batch):
-        engine.backward(squared(engine(x), x))
-        ends = engine.is_gradient_accumulation_boundary()
-        engine.step()
-        if ends:
-            for kept, one in zip(average.parameters(), engine.module.parameters(), strict=True):
-                kept.lerp_(one.detach(), 0.05)
-            if engine.global_steps % 10 == 0:
-                squared(average(x), x).item()
-
-
 def mean_teacher(words: list[str]) -> None:
     """A teacher that averages the weights after every micro-batch."""
     args = integers(words, batch=2, acc=4)
@@ -274,23 +257,6 @@ def hydra(words: list[str]) -> None:
     main()
 
 
-def label_sum(words: list[str]) -> None:
-    """A smoothed loss summed over the micro-batch and divided by its flag; an average of weights by foreach."""
-    args = integers(words, samples_per_device=4, accum_iter=4)
-    module = torch.nn.Sequential(net(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 10))
-    engine = engine_of(module, args.samples_per_device, args.accum_iter, 1)
-    average = [p.detach().clone() for p in engine.module.parameters()]
-    for x in loader(args.samples_per_device):
-        classes = x.abs().sum(1).long() % 10
-        loss = torch.nn.functional.cross_entropy(engine(x), classes, label_smoothing=0.1, reduction="sum")
-        engine.backward(loss / args.samples_per_device)
-        engine.step()
-        if engine.is_gradient_accumulation_boundary():
-            torch._foreach_lerp_(average, [p.detach() for p in engine.module.parameters()], 0.01)
-        if engine.global_steps >= STEPS:
-            break
-
-
 def token_mean(words: list[str]) -> None:
     """A mean over the tokens of each micro-batch, whose number differs: the usual loss of padded texts."""
     args = integers(words, device_bs=2, grad_accu=4)
@@ -361,31 +327,6 @@ def one_cycle(words: list[str]) -> None:
             schedule.step()
         if engine.global_steps >= STEPS:
             break
-
-
-class Adapted(torch.nn.Module):
-    """Frozen layer with a trained product of two thin matrices."""
-
-    def __init__(self, layer: Any, rank: int = 4) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = torch.nn.Parameter(torch.randn(rank, layer.in_features) * 0.1)
-        self.up = torch.nn.Parameter(torch.zeros(layer.out_features, rank))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + 2 * x @ self.down.T @ self.up.T
-
-
-def lora_by_hand(words: list[str]) -> None:
-    """LoRA without a library, with a learning rate for each of its matrices, and a warm-up."""
-    args = integers(words, per_gpu_batch=2, grad_acc_steps=4)
-    module: Any = net()
-    module[0], module[2] = Adapted(module[0]), Adapted(module[2])
-    downs, ups = ([getattr(module[at], name) for at in (0, 2)] for name in ("down", "up"))
-    optimizer = torch.optim.AdamW([{"params": downs, "lr": 1e-3}, {"params": ups, "lr": 8e-3}])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    engine = _own_optimizer(module, optimizer, args.per_gpu_batch, args.grad_acc_steps, lr_scheduler=schedule)
-    train(engine, loader(args.per_gpu_batch), squared)
 
 
 def _classes(x: torch.Tensor) -> torch.Tensor:
@@ -528,43 +469,6 @@ def codebook(words: list[str]) -> None:
             break
 
 
-def gradient_noise(words: list[str]) -> None:
-    """Noise added to the gradients by hand before each step."""
-    args = integers(words, batch=4, accumulate=2)
-    engine = engine_of(net(), args.batch, args.accumulate, 0)
-    for x in loader(args.batch):
-        engine.backward(squared(engine(x), x))
-        if engine.is_gradient_accumulation_boundary():
-            generator = torch.Generator().manual_seed(engine.global_steps)
-            for p in engine.module.parameters():
-                if p.grad is not None:
-                    p.grad.add_(torch.randn(p.shape, generator=generator), alpha=0.02)
-        engine.step()
-        if engine.global_steps >= STEPS:
-            break
-
-
-def sharpness(words: list[str]) -> None:
-    """Sharpness-aware minimization: the step's gradient is that of weights moved along a first gradient."""
-    args = integers(words, rows_per_device=8)
-    module = net()
-    engine = engine_of(module, args.rows_per_device, 1, 0)
-    for x in loader(args.rows_per_device):
-        each = torch.autograd.grad(squared(module(x), x), list(module.parameters()))
-        for one in each:
-            torch.distributed.all_reduce(one)
-        norm = torch.stack([one.norm() for one in each]).norm()
-        moved = [0.05 * one / norm for one in each]
-        with torch.no_grad():
-            torch._foreach_add_(list(module.parameters()), moved)
-        engine.backward(squared(engine(x), x))
-        with torch.no_grad():
-            torch._foreach_sub_(list(module.parameters()), moved)
-        engine.step()
-        if engine.global_steps >= STEPS:
-            break
-
-
 class Deep(torch.nn.Module):
     """Layers that are dropped at random, the more the more forwards the model has seen."""
 
@@ -590,11 +494,11 @@ def stochastic_depth(words: list[str]) -> None:
 WAYS = {
     way.__name__: way
     for way in (
-        *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, cut_by_loop, gradient_penalty, multitask, ema),
+        *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, cut_by_loop, gradient_penalty, multitask),
         *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
-        *(label_sum, token_mean, contrastive, one_cycle, lora_by_hand),
+        *(token_mean, contrastive, one_cycle),
         *(rdrop, boundary, unfreeze, iter_decay, ctc),
-        *(codebook, gradient_noise, sharpness, stochastic_depth),
+        *(codebook, stochastic_depth),
     )
 }
 if __name__ == "__main__":

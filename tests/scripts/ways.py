@@ -265,12 +265,6 @@ def from_a_setting(args: argparse.Namespace) -> None:
     train(engine_of(args), (ids(int(settings["batch"])) for _ in range(STEPS)))
 
 
-def smaller_last_batch(args: argparse.Namespace) -> None:
-    engine = engine_of(args)
-    for _ in range(STEPS):
-        train(engine, DataLoader(Data(16 * micro(engine) - 1), batch_size=micro(engine)))
-
-
 def evaluation_between(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     for _ in range(STEPS):
@@ -294,11 +288,6 @@ def evaluation_with_gradients(args: argparse.Namespace) -> None:
         engine(ids(16))
         engine.train()
         train(engine, [ids(micro(engine))])
-
-
-def all_in_the_config(args: argparse.Namespace) -> None:
-    engine, *_ = deepspeed.initialize(args=args, model=Net().eval())
-    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
 
 
 def compiled(args: argparse.Namespace) -> None:

@@ -25,9 +25,8 @@ from autotune.problem.outcome import OutcomeKind, Source
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
-from tests.conftest import SCRIPTS, wait_until
+from tests.conftest import wait_until
 from tests.executors.cluster.ray_cluster import WHY_NOT, Ray, made_ray, with_ray
-from tests.tiny_training import trainer_words, write_trainers_config
 
 HOUR = 3600.0
 
@@ -305,19 +304,6 @@ def test_a_killed_tuner_leaves_nothing_at_ray(real: Ray, tmp_path: Path) -> None
     wait_until(
         lambda: not any(psutil.pid_exists(one.pid) for one in drivers), "the end of driver and relays", seconds=60
     )
-
-
-@pytest.mark.slow
-def test_a_script_is_tuned_and_trained(real: Ray, tmp_path: Path) -> None:
-    write_trainers_config(tmp_path / "ds.json", 1)
-    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
-    done = call(["run", *where(real), "--max-trials", "1", "--study", "mine", "--yes", "--", *script], tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "on 2 nodes" in done.stdout
-    trained = call(["launch", "mine", "--executor", "ray", "--ray-address", real.address, "--", *script], tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    assert "training ended with exit code 0 after 20 steps" in trained.stderr
-    assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
 
 
 def where(ray: Ray) -> list[str]:

@@ -47,16 +47,6 @@ def test_nothing_keeps_people_out(kind: str, dark: bool, browser: Browser, pages
     assert browser.serious() == []
 
 
-def test_what_keeps_people_out_is_found(browser: Browser, pages: Pages, tmp_path: Path) -> None:
-    """That the check above can fail."""
-    broken = tmp_path / "broken.html"
-    broken.write_text(
-        pages("one trial").read_text().replace("</main>", '<p style="color:#bbb;background:#fff">pale</p></main>')
-    )
-    browser.open(broken, 1200)
-    assert any(found.startswith("color-contrast") for found in browser.serious())
-
-
 def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
     browser.open(pages("everything"))
     assert str(make_candidate(0, 8)) in browser.text("#verdict")
