@@ -3,7 +3,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from autotune.search.surrogate import HOPELESS_SIGMAS
 
 from autotune.errors import UserError
 from autotune.predict import trace as traced_module
@@ -17,6 +16,7 @@ from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
+from autotune.search.belief import HOPELESS_SIGMAS
 from autotune.util.units import GIB
 from benchmarks.search.replay import ReplayTable, load_replay_table
 from tests.conftest import make_candidate, make_job
