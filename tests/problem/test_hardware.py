@@ -71,13 +71,6 @@ def test_the_smallest_of_unlike_gpus_decides_and_an_unknown_one_is_nobodys(drive
     assert detect("cuda", 1).memory_bytes == 16 * GIB
 
 
-def test_a_gpu_without_bf16(driver: Driver) -> None:
-    driver.cards = [Card("Tesla V100-SXM2-32GB", 32, capability=(7, 0))]
-    driver.write()
-    assert detect("cuda", None).facts == "v100-32gb"
-    assert not detect("cuda", None).bf16
-
-
 def test_more_gpus_than_there_are_are_never_silently_fewer(four_gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as caught:
         detect("cuda", 8)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.problem import nvml
@@ -89,13 +88,6 @@ part = st.one_of(
     st.integers(-2, 6).map(str),
     st.sampled_from(["", " ", "0 ", "1gpu", "+1", "x", "GPU-", "GPU-a", "GPU-aaaa1", "GPU-b", "GPU-bbbb", "MIG-a"]),
 )
-
-
-@given(st.lists(part, min_size=1, max_size=5).map(",".join))
-def test_torch_reads_it_in_the_same_way(wanted: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if not wanted.startswith("MIG-"):  # torch leaves these to CUDA
-            assert selected(wanted, UUIDS) == torchs(wanted, UUIDS, patch)
 
 
 def test_a_gpu_and_who_is_on_it(driver: Driver) -> None:

@@ -495,11 +495,6 @@ def test_gpus_that_accelerates_own_file_names(folder: Path) -> None:
     assert read_command(["accelerate", "launch", "--config_file", "acc.yaml", "train.py"], []).variables == {}
 
 
-def test_excluded_gpus_are_to_be_named(folder: Path) -> None:
-    with pytest.raises(UserError, match="--exclude localhost:0: name the GPUs that are meant"):
-        read_command(["deepspeed", "--exclude", "localhost:0", "train.py"], [])
-
-
 @pytest.mark.parametrize("text", ["2024-01-01: 1\n", "start: 2024-31-12\n"])
 def test_dates_in_files_end_in_one_line_or_are_left(folder: Path, text: str) -> None:
     (folder / "d.yaml").write_text(text)

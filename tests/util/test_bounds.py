@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
 from autotune.util import bounds
-from autotune.util.bounds import MOST, check_data, read_text, whole_number
+from autotune.util.bounds import MOST, check_data, whole_number
 from tests.cli_call import call
 
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -253,8 +253,3 @@ def read_or_refused(read: Any) -> None:
     except UserError as error:
         assert "\n" not in str(error)
         assert len(str(error)) < 1200
-
-
-def test_a_device_without_an_end_is_too_large() -> None:
-    with pytest.raises(UserError, match="more than"):
-        read_text(Path("/dev/zero"), "--lengths", "expected numbers")

@@ -173,13 +173,6 @@ def test_a_peers_broken_connection_is_not_the_cause() -> None:
     )
 
 
-def test_of_equal_errors_the_lowest_rank_is_named() -> None:
-    errors = [error("builtins.KeyError", "'x'", rank=rank) for rank in (3, 1, 2)]
-    assert classify_failure(FailureEvidence("cpu", errors)).rank == 1
-    unknown = {"kinds": ["builtins.KeyError"], "text": "'x'"}
-    assert classify_failure(FailureEvidence("cpu", [*errors, unknown])).rank is None
-
-
 @pytest.mark.parametrize(
     ("greater", "lesser"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.util.units import GIB, KIB, MIB
@@ -158,17 +157,3 @@ def test_what_others_hold() -> None:
 SIZES = st.sampled_from(
     ["1.00 GiB", "0 bytes", "1.2.3 MiB", "... KiB", "9e9 TiB", f"{'9' * 400} GiB", "7", "", "-1 GiB"]
 )
-
-
-@given(
-    st.lists(SIZES, min_size=4, max_size=4),
-    st.dictionaries(st.sampled_from(["free_bytes", "total_bytes"]), st.integers()),
-)
-def test_any_sizes_make_an_account(sizes: list[str], numbers: dict[str, int]) -> None:
-    text = (
-        "Tried to allocate {}. total capacity of {} of which {} is free. {} allowed; Of the allocated memory 1 bytes is"
-    )
-    account = MemorySnapshot.of(text.format(*sizes), numbers)
-    assert account.missing is None or account.missing >= 1
-    assert account.held_by_others is None or account.held_by_others > 0
-    str(account)
