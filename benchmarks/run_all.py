@@ -21,7 +21,7 @@ from benchmarks.common import HERE, RESULTS
 OWN = str(HERE / "data" / "landscapes_own")
 REAL = str(HERE / "data" / "landscapes_real")
 SHARED = str(HERE / "data" / "landscapes")
-ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance,no-sampler"
+ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance"
 WRONG = (
     "autotune,inverted,constant,drawn,wrong-time,wrong-memory,adversarial,misled-1,misled-2,misled-3,misled-4,misled-5"
 )
