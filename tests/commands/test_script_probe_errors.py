@@ -69,7 +69,7 @@ def test_a_machine_that_fails_in_the_first_run_is_no_fault_of_the_script(
 ) -> None:
     (tmp_path / "rank0.log").write_text("last words\n")
     job = SimpleNamespace(script=SimpleNamespace(target="train.py"))
-    executor: Any = SimpleNamespace(job=job, hardware=SimpleNamespace(limit_bytes=None))
+    executor: Any = SimpleNamespace(job=job, hardware=SimpleNamespace(limit_bytes=None), ops=SimpleNamespace(failed={}))
     outcome = Outcome(kind, Phase.INIT, reason="node b is down", source=Source.NODE, log=str(tmp_path))
     with pytest.raises(error) as raised:
         _refuse_unless_run(executor, outcome, {}, 60.0, SimpleNamespace(seconds=60.0))  # type: ignore[arg-type]
@@ -80,7 +80,9 @@ def test_a_machine_that_fails_in_the_first_run_is_no_fault_of_the_script(
 def test_marks_below_the_lines_of_a_traceback_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "rank0.log").write_text('File "x.py", line 3\n  a = b[c]\n      ~^^^\nIndexError: at ^c\n')
     executor: Any = SimpleNamespace(
-        job=SimpleNamespace(script=SimpleNamespace(target="x.py")), hardware=SimpleNamespace(limit_bytes=None)
+        job=SimpleNamespace(script=SimpleNamespace(target="x.py")),
+        hardware=SimpleNamespace(limit_bytes=None),
+        ops=SimpleNamespace(failed={}),
     )
     outcome = Outcome(
         OutcomeKind.CRASH, Phase.INIT, reason="no c", exceptions=("builtins.KeyError",), log=str(tmp_path)
