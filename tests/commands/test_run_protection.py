@@ -71,17 +71,13 @@ def test_without_protection_it_needs_an_answer_or_the_option(
     assert with_agreed_protection(setup, tmp_path, None) is setup
 
 
-def test_a_named_model_and_a_replay_need_none_but_remote_code_does(
-    setup: Any, tmp_path: Path, offer: Callable[[Protection], None]
-) -> None:
+def test_a_named_model_needs_none_but_remote_code_does(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
     offer(Protection.NONE)
-    for harmless in (Setup(make_job()), replace(setup, runs_ranks=False)):
-        assert with_agreed_protection(harmless, tmp_path, None) is harmless
+    harmless = Setup(make_job())
+    assert with_agreed_protection(harmless, tmp_path, None) is harmless
     remote = replace(make_job(), model=replace(make_job().model, trust_remote_code=True))
     with pytest.raises(UserError, match="--unprotected"):
         with_agreed_protection(Setup(remote), tmp_path, None)
-    with pytest.raises(UserError, match="--unprotected"):  # it is traced here
-        with_agreed_protection(Setup(remote, runs_ranks=False), tmp_path, None)
 
 
 @pytest.mark.parametrize(
