@@ -60,7 +60,7 @@ from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, other_python
-from autotune.util.linux import handled_signals
+from autotune.util.linux import handled_signals, silent_mounts
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
@@ -168,7 +168,7 @@ def _run(
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
-        setup = with_agreed_protection(setup, work, confirm)
+        setup = with_agreed_protection(setup, work, confirm, observer.print_line)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             nodes = dataclasses.replace(setup.nodes, who=who, print_line=observer.print_line, cancelled=stopped.is_set)
@@ -491,8 +491,10 @@ def acquire_log_dir(setup: Setup) -> Iterator[Path]:
         held.release()
 
 
-def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bool] | None) -> Setup:
-    """Return the setup of a call that may start user code here.
+def with_agreed_protection(
+    setup: Setup, work: Path, confirm: Callable[[str], bool] | None, print_line: Callable[[str], None]
+) -> Setup:
+    """Return the setup of a call that may start user code here, and name mounts that its trials do not see.
 
     Raises:
         UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
@@ -504,7 +506,11 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     found = protection_of(
         cwd, work, unprotected=setup.job.unprotected or confirm is not None, interpreter=setup.job.interpreter
     )
-    if found is not Protection.NONE or setup.job.unprotected or confirm is None:
+    if found is not Protection.NONE:
+        for path in silent_mounts():
+            print_line(f"{path} does not answer, so it is left out of trials")
+        return setup
+    if setup.job.unprotected or confirm is None:
         return setup
     if not confirm(f"{UNPROTECTED}. Go on?"):
         raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")

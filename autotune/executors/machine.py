@@ -24,7 +24,7 @@ from autotune.script.argument_writer import output_folders, write_trial_files
 from autotune.util.entry_points import SANDBOX
 from autotune.util.interpreter import OWN, Interpreter, bound_command
 from autotune.util.units import counted, format_duration
-from autotune.workers.jit_ops import FOLDER, is_built, own_folder
+from autotune.workers.jit_ops import FOLDER, NOT_BUILT, is_built, own_folder
 from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, training_environment, trial_environment
 from autotune.workers.protocol import Message
 
@@ -73,13 +73,14 @@ class LocalMachine:
     def begin(self, needs: RankRequirements) -> None:
         """Start the fork server that `open` waits for, so that its imports run in the background."""
         self.close()
-        if needs.isolation == "fork":
+        if not needs.training:
             self.folder.mkdir(parents=True, exist_ok=True)
             server = ForkLauncher(
                 needs.environment(),
                 self.folder / "server.log",
                 cancelled=self.cancelled,
                 python=needs.interpreter.path,
+                cold=needs.isolation == "spawn",
                 model_type=needs.model_type,
                 modules=list(needs.modules),
             )
@@ -100,8 +101,7 @@ class LocalMachine:
             server.open()
             self.opened_launcher = server
         else:
-            log = None if needs.training else self.folder / "spawn.log"
-            self.opened_launcher = SpawnLauncher(needs.environment(), log, needs.cwd, needs.interpreter.path)
+            self.opened_launcher = SpawnLauncher(needs.environment(), None, needs.cwd, needs.interpreter.path)
 
     def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
         """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`.
@@ -178,8 +178,8 @@ class Ops:
     ) -> bool:
         """Make the ops of these builders and the earlier ones available to the launcher's ranks.
 
-        For cold ranks a separate process builds the ops first. Otherwise each rank would build without a message, and
-        all in one folder. That process has the given environment, log file and Python.
+        A separate process builds missing ops, before a trial and outside of the ranks' namespace. It has the given environment,
+        log file and Python. A fork server loads them, and cold ranks load them themselves.
 
         Returns:
             True if a fork server may still be forked.
@@ -193,35 +193,38 @@ class Ops:
         if new and unreadable and not self._names:
             done = f"ranks and builds get {ARCHITECTURES}={env[ARCHITECTURES]}"
             self._print_line(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
-        self._names += new
-        if isinstance(launcher, ForkLauncher):
-            if launcher is not self._server:  # another server loaded the earlier ops
-                self._server = launcher
-                return self._load(launcher, self._names)
-            return self._load(launcher, new) if new else True
-        if new:
-            try:
-                made = ForkLauncher(env, log, cancelled=cancelled, python=python, model_type=None, modules=[])
-                with closing(made) as server:
-                    server.open()
-                    self._load(server, new)
-            except BaseException:
-                self._names = self._names[: -len(new)]  # the next attempt requests them again
-                raise
-        return True
+        server = launcher if isinstance(launcher, ForkLauncher) and not launcher.cold else None
+        fork_safe, missing = True, new
+        if server is not None:
+            asked = new if server is self._server else [*self._names, *new]  # another server loaded the earlier ops
+            fork_safe, missing = self._load(server, asked) if asked else (True, [])
+        if missing:
+            made = ForkLauncher(
+                env, log, cancelled=cancelled, python=python, contained=False, model_type=None, modules=[]
+            )
+            with closing(made) as builder:
+                builder.open()
+                self._load(builder, missing)
+        built = [name for name in missing if name not in self.failed]
+        if server is not None and built:
+            fork_safe, _ = self._load(server, built)
+        self._names, self._server = [*self._names, *new], server
+        return fork_safe
 
-    def _load(self, server: ForkLauncher, names: list[str]) -> bool:
+    def _load(self, server: ForkLauncher, names: list[str]) -> tuple[bool, list[str]]:
+        """Return whether the server may still be forked, and the ops that are not built yet."""
         try:
             answer = server.load_ops(names, self._report)
         finally:
             self.build_seconds, self._building_since = self.all_build_seconds, None  # a stopped build counts, too
             self._show("")
         self.folder = "" if FOLDER in os.environ else answer["folder"]
-        for builder, why in answer["failed"].items():
+        failed = {builder: why for builder, why in answer["failed"].items() if why != NOT_BUILT}
+        for builder, why in failed.items():
             if builder not in self.failed:
                 self._print_line(f"DeepSpeed's {op_name(builder)} cannot be built ({why})")
             self.failed[builder] = why
-        return bool(answer["fork_safe"])
+        return bool(answer["fork_safe"]), [name for name in answer["failed"] if name not in failed]
 
     def _report(self, message: Message | None) -> None:
         if message is None:

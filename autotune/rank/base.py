@@ -50,7 +50,7 @@ def connect_to_parent(address: str, number: int) -> tuple[Channel, Message]:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
     channel = Channel(sock)
-    channel.send("hello", rank=number, pid=os.getpid())
+    channel.send("hello", rank=number)
     spec = channel.receive()
     if spec is None:
         exit_process(1)
@@ -119,7 +119,7 @@ class BaseRank(ABC):
         from autotune.rank.devices import make_device
 
         self.torch: Any = torch
-        self.device = make_device(self.spec["device"])
+        self.device = make_device(self.spec["device"], self.spec.get("pid", os.getpid()))
         self.fault(Phase.START)
         self.device.setup(self.local, self.spec["cap_bytes"], self.spec["threads"])
         if joins:

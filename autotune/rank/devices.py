@@ -76,9 +76,15 @@ class CudaDevice(Device):
 
     torch knows the reserved bytes exactly, and records their peak itself. The overhead is CUDA's context, NCCL's buffers
     and the kernels' code.
+
+    Args:
+        pid: of this process for NVML, which knows no PID namespace of a trial.
     """
 
     backend = "nccl"
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         """Take the GPU of the rank and record its UUID and its free memory.
@@ -134,7 +140,7 @@ class CudaDevice(Device):
 
     def _shown_overhead(self) -> int | None:
         """Return this process's bytes outside the allocator, or None if NVML does not list the process."""
-        own = bytes_of(os.getpid(), self.uuid)
+        own = bytes_of(self._pid, self.uuid)
         return max(0, own - torch.cuda.memory_reserved()) if own is not None else None
 
     def torch_device(self) -> torch.device:
@@ -225,9 +231,9 @@ class CpuDevice(Device):
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def make_device(name: str) -> Device:
-    """Return the device of a name: cuda, else cpu."""
-    return CudaDevice() if name == "cuda" else CpuDevice()
+def make_device(name: str, pid: int) -> Device:
+    """Return the device of a name: cuda, else cpu. The tuner knows this process by `pid`."""
+    return CudaDevice(pid) if name == "cuda" else CpuDevice()
 
 
 def _nvml_uuid(known: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from autotune.rank.sandbox import Sandbox
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, OVERRUN, UNLIKE, pace_of
 from autotune.script.command_line import ACCELERATE
 from autotune.script.script import line_of
+from autotune.util.linux import drop_capabilities
 from autotune.workers.jit_ops import use_own_folder
 from autotune.workers.protocol import Message
 
@@ -59,6 +60,8 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
                 raise Unusable(
                     f"the sandbox of a trial cannot be entered ({error}): `autotune doctor` says why"
                 ) from error
+        else:
+            drop_capabilities()
         rank.run()
     except BaseException as error:
         rank.report(error)

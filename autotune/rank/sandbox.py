@@ -21,7 +21,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.util import linux
-from autotune.util.caches import library_caches
+from autotune.util.caches import OPS, library_caches
 from autotune.util.entry_points import NOT_PROTECTED, WITHOUT_SANDBOX
 
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
@@ -90,8 +90,8 @@ class Sandbox:
         remove(self.folder)
         self.files.mkdir(parents=True)
         if self.protection is not Protection.OVERLAY:
-            hide = {str(one.resolve()) for one in (self.folder, hidden)}
-            _create_view(f"{self.folder}/view", str(self.cwd.resolve()), hide)
+            hide = [str(one.resolve()) for one in (self.folder, hidden)]
+            _create_view(f"{self.folder}/view", str(self.cwd.resolve()), {*hide, *linux.silent_mounts()})
 
     @property
     def files(self) -> Path:
@@ -128,19 +128,24 @@ class Sandbox:
         writable = [home, *self.writable, *library_caches(environment, os.path.realpath(self.cwd))]
         if self.protection is Protection.OVERLAY:
             self._enter_overlay(writable)
-            with suppress(OSError):  # a second wall: the first has no known way around it
-                linux.restrict_writes(["/"])
-                linux.ignore_changes(everywhere=False)
             if linux.in_user_namespace():
                 os.rename, os.replace = linux.copying_rename(os.rename), linux.copying_rename(os.replace)
-            linux.keep_capabilities(() if linux.in_user_namespace() else linux.FILE_CAPABILITIES)
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
-            files = [*linux.training_devices(), "/proc/self"]  # settings and other processes' scores stay
-            linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=files)
-            linux.keep_capabilities(linux.FILE_CAPABILITIES)
-            linux.ignore_changes(everywhere=True)
+            if ops := environment.get(OPS):
+                os.environ[OPS] = self._copy_of(ops)
+            linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=["/dev", "/proc/self"])
+        linux.drop_capabilities()
         os.chdir(self.script_cwd)
+
+    def _copy_of(self, ops: str) -> str:
+        """Return the trial's copy of the ops: torch loads them only from a folder that it can write to."""
+        copy = self.folder / "ops"
+        with open(self.folder / "holder", "a", encoding="utf-8") as holder:
+            fcntl.flock(holder, fcntl.LOCK_EX)
+            if os.path.isdir(ops) and not copy.exists():
+                shutil.copytree(ops, copy, symlinks=True)
+        return str(copy)
 
     def _enter_overlay(self, writable: list[str]) -> None:
         """Enter the namespaces that the host's first rank makes and all others join."""
@@ -179,14 +184,13 @@ def main() -> None:
     without protection runs a module only with `--unprotected`; otherwise the exit status is NOT_PROTECTED.
     """
     linux.die_with_parent(os.getppid())
-    linux.make_cuda_device()
     own, (parent, *words) = os.getpid(), sys.argv[1:]
     agreed = words[:1] == [WITHOUT_SANDBOX]
     words = words[agreed:]
     for protection in Protection:
         if protection is Protection.NONE:
             break
-        sandbox = Sandbox(Path(parent, f"{_ATTEMPT}{own}"), Path.cwd(), protection)
+        sandbox = Sandbox(Path(parent, f"{_ATTEMPT}{os.urandom(8).hex()}"), Path.cwd(), protection)
         try:
             status = _status_of_child(sandbox)
         finally:
@@ -245,6 +249,7 @@ class _Tree:
         self._ordinary = linux.in_user_namespace()
         self._options = "volatile,userxattr" if self._ordinary else "volatile,redirect_dir=on"
         self._mounts = linux.mount_points()
+        self._silent = linux.silent_mounts()
         self._cwd, self._known = cwd, (cwd, os.path.expanduser("~"), tempfile.gettempdir())
         for folder in (self._root, self._memory):
             os.makedirs(folder, exist_ok=True)
@@ -258,12 +263,8 @@ class _Tree:
         at = self._at(path)
         if path in _KERNEL_FOLDERS:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
-            if path == "/dev":
-                linux.guard_devices(at, self._mounts)
-            elif path == "/sys":
+            if path != "/proc":
                 linux.make_read_only(at, recursive=True)
-            for setting in linux.machine_settings() if path == "/proc" and not self._ordinary else ():
-                self._freeze(self._at(setting))
             return
         split = self._ordinary and any(_contains(path, one) and one != path for one in self._mounts)
         if split or self._mounts.get(path) or not self._overlay(path, at):
@@ -272,15 +273,6 @@ class _Tree:
                 linux.make_read_only(at, recursive=True)
             if split and os.access(path, os.R_OK | os.X_OK):
                 self._show_entries(path, at)
-
-    def _freeze(self, at: str) -> None:
-        """Make a path of the kernel read-only, or hide it if it lies on a file system that takes no such mount."""
-        try:
-            linux.mount(at, at, linux.BIND | linux.RECURSIVE)
-            linux.make_read_only(at, recursive=True)
-        except OSError:
-            folder = os.path.isdir(at)
-            linux.mount(*(("tmpfs", at, linux.READ_ONLY, "tmpfs") if folder else (os.devnull, at, linux.BIND)))
 
     def _show_entries(self, path: str, at: str) -> None:
         """Show the entries of a folder with mount points one by one: an ordinary user can make no overlay of it.
@@ -293,7 +285,7 @@ class _Tree:
             self._adopt(path, names := tempfile.mkdtemp(dir=self._memory), everything=True)
             shutil.copystat(path, names)
             self._overlay(names, at)
-        for entry in islice(os.scandir(path), _MOST_ENTRIES):
+        for entry in self._entries(path):
             with suppress(FileNotFoundError):  # another process has removed it
                 folder = entry.is_dir(follow_symlinks=False)
                 if folder and (entry.path in _KERNEL_FOLDERS or not self._is_fixed(entry.path, shared=shared)):
@@ -302,6 +294,10 @@ class _Tree:
                     source = f"/proc/self/fd/{opened}/{entry.name}"
                     linux.mount(source, self._at(entry.path), linux.BIND | linux.RECURSIVE)
         os.close(opened)
+
+    def _entries(self, path: str) -> Iterator[os.DirEntry[str]]:
+        """Yield the entries of a folder that are looked at one by one, without silent mounts."""
+        return (entry for entry in islice(os.scandir(path), _MOST_ENTRIES) if entry.path not in self._silent)
 
     def _is_fixed(self, path: str, *, shared: bool) -> bool:
         """Return whether an ordinary user can write to no folder in a folder, as far as _MOST_FOLDERS show it.
@@ -345,7 +341,7 @@ class _Tree:
         """
         inside = _contains(self._cwd, path)
         private = os.stat(path).st_mode & stat.S_ISVTX and not inside  # in /tmp other users' folders stay so
-        for entry in islice(os.scandir(path), _MOST_ENTRIES):
+        for entry in self._entries(path):
             with suppress(OSError):
                 found, there = entry.stat(follow_symlinks=False), os.path.join(upper, entry.name)
                 if (found.st_uid, found.st_gid) == (os.getuid(), os.getgid()) and not everything:
@@ -377,19 +373,11 @@ class _Tree:
     def enter(self, writable: Iterable[str]) -> None:
         """Make the tree the root of this process's mount namespace, with these paths as they are: writes to them stay."""
         self._show("/")
-        for path in () if self._ordinary else sorted(self._mounts):
+        for path in () if self._ordinary else sorted(self._mounts.keys() - self._silent):
             if path in _KERNEL_FOLDERS or not any(_contains(one, path) for one in _KERNEL_FOLDERS):
                 with suppress(OSError):  # lies below another mount
                     self._show(path)
         self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), self._memory)
-        for path in (one for one in linux.listening_sockets() if not one.startswith(_KERNEL_FOLDERS)):
-            with suppress(OSError):
-                at = self._at(os.path.realpath(path))
-                if linux.serves_every_user(path):  # can be connected to, but not changed
-                    linux.mount(path, at, linux.BIND)
-                    linux.make_read_only(at)
-                elif os.path.samestat(os.stat(path), os.stat(at)):  # its daemon would do what the script may not
-                    linux.mount(os.devnull, at, linux.BIND)
         for path in writable:
             with suppress(OSError):
                 linux.mount(path, self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)

@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+OPS = "TORCH_EXTENSIONS_DIR"  # variable of the folder from which torch loads C++ extensions
 TABLE = Path(__file__).parents[1] / "data" / "caches.json"
 
 
 def library_caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
-    """Make and yield the caches of libraries by their variables. A folder that holds the user's current one, or home, is none."""
+    """Make and yield the caches of libraries by their variables.
+
+    A folder that holds the user's current one, home, or the ops that the fork server loads, is none.
+    """
     paths, caches = dict[str, str](), dict[str, str]()
-    users = [f"{one}/" for one in (cwd, os.path.realpath(os.path.expanduser("~")))]
+    users = [f"{os.path.realpath(one)}/" for one in (cwd, os.path.expanduser("~"), environment.get(OPS) or cwd)]
     for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items():
         path = environment.get(name) or re.sub(r"\$(\w+)", lambda found: paths[found[1]], row["default"])
         paths[name] = path = os.path.expanduser(path)  # later rows may begin with it

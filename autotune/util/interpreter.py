@@ -43,6 +43,7 @@ APART = "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; 
 _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 # Runs before any other import: imports take seconds, in which the tuner may be killed.
 _BOUND = "from autotune.util.linux import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+_CONTAINED = "from autotune.util.linux import contain; contain(int(sys.argv.pop(1))); "
 # Every Python since 2.4 can run this: the oldest only print their version.
 _ASK = (
     f"{APART}print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
@@ -122,18 +123,23 @@ def module_command(python: str, module: str, *arguments: str) -> list[str]:
 
 
 def sandboxed_command(python: str, folder: str, module: str, *arguments: str, agreed: bool) -> list[str]:
-    """Return `module_command` for a module that runs in a sandbox; its exit status is NOT_PROTECTED if there is none.
+    """Return `contained_command` for a module that runs in a sandbox; its exit status is NOT_PROTECTED if there is none.
 
     Args:
         folder: takes what the module writes.
         agreed: run it without a sandbox on a machine that offers none.
     """
-    return module_command(python, SANDBOX, folder, *([WITHOUT_SANDBOX] if agreed else []), module, *arguments)
+    return contained_command(python, SANDBOX, folder, *([WITHOUT_SANDBOX] if agreed else []), module, *arguments)
 
 
 def bound_command(python: str, module: str, *arguments: str) -> list[str]:
     """Return `module_command` for a process that dies with this one, from its start."""
     return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
+
+
+def contained_command(python: str, module: str, *arguments: str) -> list[str]:
+    """Return `bound_command` for a process whose descendants die with it, if the kernel has PID namespaces."""
+    return [python, "-c", APART + _CONTAINED + _RUN, str(os.getpid()), module, *arguments]
 
 
 def console_script(command: str, interpreter: Interpreter = OWN) -> str | None:

@@ -1,4 +1,4 @@
-"""/proc, prctl, mounts, limits of a process, and cleanup of descendant processes."""
+"""/proc, prctl, mounts, namespaces, Landlock, and cleanup of descendant processes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import ctypes
 import errno
 import functools
 import os
-import platform
+import re
+import select
 import shutil
 import signal
 import stat
 import struct
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 # -- memory and processes ----------------------------------------------------------------------------------------------
 #
@@ -32,6 +34,9 @@ _MEMORY_BLOCKS = Path("/sys/devices/system/memory")
 _PAGE_TABLE_SHARE = 1 / 64  # share of all memory: the kernel describes a page of 4096 bytes by 64
 _LEAST_GROWTH = 0.1  # share of the plugged memory; the kernel and the firmware keep up to this
 _LONGEST_NAME = 15  # bytes of a name that the kernel keeps
+_PAGE_BYTES, _ENTRY_BYTES = os.sysconf("SC_PAGE_SIZE"), 8  # of memory, and of its entry in pagemap
+# highest byte of entries of pages that are present (bit 63), of no file (61) and mapped by several processes (56)
+_SHARED_PAGES = re.compile(b"[%s]+" % re.escape(bytes(one for one in range(256) if one & 0xA1 == 0x80)))
 
 
 class MainMemory(NamedTuple):
@@ -223,31 +228,41 @@ def own_memory() -> None:
 
 
 def _shared_with_parent() -> list[tuple[int, int]]:
-    """Return address ranges of private memory that is mostly still shared: proc_pid_smaps(5).
+    """Return address ranges of private pages that are still shared: proc_pid_smaps(5), proc_pid_pagemap(5).
 
-    Untouched memory is left out, since copying it would count as used memory.
+    Untouched pages are left out, since copying them would count as used memory.
     """
     found, low, high = [], 0, 0
-    for line in _text("/proc/self/smaps").splitlines():
-        first, second, *_ = line.split()
-        if not first.endswith(":"):
-            low, high = (int(address, 16) for address in first.split("-")) if second == "rw-p" else (0, 0)
-        elif first == "Shared_Dirty:" and int(second) * 1024 > (high - low) / 2 > 0:
-            found.append((low, high))
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for line in _text("/proc/self/smaps").splitlines():
+            first, second, *_ = line.split()
+            if not first.endswith(":"):
+                low, high = (int(address, 16) for address in first.split("-")) if second == "rw-p" else (0, 0)
+            elif first == "Shared_Dirty:" and low < high and int(second):
+                pagemap.seek(low // _PAGE_BYTES * _ENTRY_BYTES)
+                flags = pagemap.read((high - low) // _PAGE_BYTES * _ENTRY_BYTES)[_ENTRY_BYTES - 1 :: _ENTRY_BYTES]
+                for run in _SHARED_PAGES.finditer(flags):
+                    found.append((low + run.start() * _PAGE_BYTES, low + run.end() * _PAGE_BYTES))
     return found
 
 
-# -- mounts and limits -------------------------------------------------------------------------------------------------
+# -- mounts and namespaces ---------------------------------------------------------------------------------------------
 #
 # System calls that the standard library lacks. Each raises OSError with the kernel's reason.
 
-BIND, RECURSIVE, READ_ONLY = 0x1000, 0x4000, 1  # mount(2)
-_NO_DEVICE, _REMOUNT, _PRIVATE, _DETACH = 4, 32, 0x40000, 2  # mount(2), umount2(2)
-_NEW_MOUNTS, _NEW_IPC, _NEW_USER = 0x00020000, 0x08000000, 0x10000000  # unshare(2)
+BIND, RECURSIVE = 0x1000, 0x4000  # mount(2)
+_READ_ONLY, _REMOUNT, _PRIVATE, _DETACH = 1, 32, 0x40000, 2  # mount(2), umount2(2)
+_NEW_MOUNTS, _NEW_USER, _NEW_PIDS = 0x00020000, 0x10000000, 0x20000000  # clone(2)
+_CLONE3 = 435  # the same on all architectures
 _MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr(2), which has mount's flags
-_SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
-_TERMINALS = "/dev/pts"
+_NO_NEW_PRIVILEGES, _AMBIENT, _RAISE = 38, 47, 2  # prctl(2)
+_CAPABILITIES_HEADER = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process: capget(2)
+_NOT_CONTAINED = 97  # exit status of a process that the kernel refuses a namespace
+_BINARY_FORMATS = "/proc/sys/fs/binfmt_misc"  # mounted below /proc on most machines
+_ANSWER_SECONDS = 2.0  # a file system answers within milliseconds
 _libc = ctypes.CDLL(None, use_errno=True)
+# variable of a process that `contain` has started: descriptor of the tuner's /proc
+MACHINE_PROC: Final = "AUTOTUNE_MACHINE_PROC"
 
 
 def _call(name: str, *arguments: Any) -> int:
@@ -271,21 +286,16 @@ def unmount(at: str) -> None:
     _call("umount2", os.fsencode(at), _DETACH)
 
 
-def make_read_only(at: str, *, recursive: bool = False, devices: bool = True) -> None:
-    """Make the mount at a path read-only. mount_setattr(2), or mount(2) before Linux 5.12.
-
-    Args:
-        devices: devices can be opened, and written to.
-    """
-    set_, flags = READ_ONLY | (0 if devices else _NO_DEVICE), _AT_RECURSIVE if recursive else 0
-    attributes = struct.pack("=4Q", set_, 0, 0, 0)
+def make_read_only(at: str, *, recursive: bool = False) -> None:
+    """Make the mount at a path read-only; its devices can be written to. mount_setattr(2), or mount(2) before Linux 5.12."""
+    flags, attributes = _AT_RECURSIVE if recursive else 0, struct.pack("=4Q", _READ_ONLY, 0, 0, 0)
     try:
         _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), flags, attributes, ctypes.c_size_t(len(attributes)))
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
         for path in [at, *(one for one in mount_points() if recursive and one.startswith(f"{at}/"))]:
-            mount(None, path, _REMOUNT | BIND | set_)
+            mount(None, path, _REMOUNT | BIND | _READ_ONLY)
 
 
 def mount_points() -> dict[str, bool]:
@@ -380,24 +390,160 @@ def change_root(folder: str) -> None:
     _reopen_folders()
 
 
-def enter_mount_namespace() -> None:
-    """Give this process private mounts and System V and POSIX queues, in a new user namespace if it may not mount.
+def contain(parent: int) -> None:
+    """Run this command again as the first process of a PID namespace, and exit as it does.
 
-    user_namespaces(7), ipc_namespaces(7).
+    With that process end all its descendants. Its executable lies on a read-only mount, so that `/proc/self/exe` leads no script
+    to the user's file. An ordinary user's namespace gives it the capabilities to make mounts. Without namespaces this process
+    goes on as it is. pid_namespaces(7), user_namespaces(7).
+
+    Args:
+        parent: the process id of this process's starter, with which all end. 0 in the process that this function has started.
     """
+    if not parent:
+        return
+    die_with_parent(parent)
+    make_cuda_device()
+    machine = os.open("/proc", os.O_PATH)
+    try:
+        child = _clone(_NEW_PIDS | _NEW_MOUNTS)
+    except OSError:
+        return
+    if child:
+        os.close(machine)
+        with handled_signals(signal.SIG_IGN, (signal.SIGINT,)):  # Ctrl-C reaches the child too
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != _NOT_CONTAINED:
+            os._exit(status if status >= 0 else 128 - status)  # like a shell's, of a signal
+        return
+    try:
+        die_with_parent(0)
+        _begin_namespace()
+        os.set_inheritable(machine, True)
+        words = sys.orig_argv
+        at = words.index(str(parent))
+        environment = {**os.environ, MACHINE_PROC: str(machine)}
+        os.execve(sys.executable, [sys.executable, *words[1:at], "0", *words[at + 1 :]], environment)
+    finally:
+        os._exit(_NOT_CONTAINED)
+
+
+def _clone(flags: int) -> int:
+    """Fork a child in new namespaces, in a new user namespace too if this process may make no others. clone(2)."""
+    user, group = os.getuid(), os.getgid()
+    for more in (0, _NEW_USER):
+        arguments = struct.pack("=8Q", flags | more, 0, 0, 0, signal.SIGCHLD, 0, 0, 0)
+        try:
+            child = _syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments)))
+        except PermissionError:
+            if more:
+                raise
+            continue
+        if not child and more:
+            _map_user(user, group)
+        return child
+    raise AssertionError
+
+
+def _begin_namespace() -> None:
+    """Mount /proc for a new PID namespace, and this process's executable read-only.
+
+    Raises:
+        OSError: a part of /proc is hidden, as in containers, or the kernel refuses.
+    """
+    if any(path.startswith("/proc/") and path != _BINARY_FORMATS for path in mount_points()):
+        raise OSError(errno.EBUSY, "A part of /proc is hidden")
+    executable = os.readlink("/proc/self/exe")
+    mount(None, "/", RECURSIVE | _PRIVATE)
+    mount("proc", "/proc", 0, "proc")
+    mount(executable, executable, BIND)
+    make_read_only(executable)
+    held = ctypes.create_string_buffer(24)
+    _call("capget", _CAPABILITIES_HEADER, held)
+    effective, permitted, _, more_effective, more_permitted, _ = struct.unpack("=6I", held.raw)
+    kept = (effective, permitted, permitted, more_effective, more_permitted, more_permitted)
+    _call("capset", _CAPABILITIES_HEADER, struct.pack("=6I", *kept))
+    for number in range(64):
+        if (permitted | more_permitted << 32) >> number & 1:
+            _call("prctl", _AMBIENT, _RAISE, number, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Take the capabilities of a user namespace from this process: an ordinary user has no others."""
+    if os.getuid():
+        _call("capset", _CAPABILITIES_HEADER, bytes(24))
+
+
+def pid_outside(pid: int) -> int:
+    """Return the id that a process of this PID namespace has for the tuner."""
+    if MACHINE_PROC not in os.environ:
+        return pid
+    handle = os.pidfd_open(pid)
+    try:
+        shown = os.open(f"self/fdinfo/{handle}", os.O_RDONLY, dir_fd=int(os.environ[MACHINE_PROC]))
+        with open(shown, "rb") as file:
+            rows = dict(line.split(b":", 1) for line in file)
+    finally:
+        os.close(handle)
+    return int(rows[b"Pid"])
+
+
+def silent_mounts() -> list[str]:
+    """Return the mount points whose file system does not answer: an unreachable server, a FUSE without its daemon."""
+    waiting, silent = list(mount_points()), list[str]()
+    while waiting:
+        here, there = os.pipe()
+        child = os.fork()
+        if not child:
+            _touch(waiting, there)
+        os.close(there)
+        answered = 0
+        while select.select([here], [], [], _ANSWER_SECONDS)[0] and os.read(here, 1):
+            answered += 1
+        os.close(here)
+        os.kill(child, signal.SIGKILL)
+        until = time.monotonic() + _ANSWER_SECONDS  # a server may keep its client from ending
+        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        silent += waiting[answered : answered + 1]
+        waiting = waiting[answered + 1 :]
+    return silent
+
+
+def _touch(points: list[str], there: int) -> NoReturn:
+    """Ask each file system for its state and write a byte for each answer, then exit."""
+    try:
+        for path in points:
+            with suppress(OSError):
+                os.stat(path)
+                os.statvfs(path)
+            os.write(there, b".")
+    finally:
+        os._exit(0)
+
+
+def enter_mount_namespace() -> None:
+    """Give this process private mounts, in a new user namespace if it may not mount. user_namespaces(7)."""
     user, group = os.getuid(), os.getgid()
     try:
-        _call("unshare", _NEW_MOUNTS | _NEW_IPC)
+        _call("unshare", _NEW_MOUNTS)
     except PermissionError:
-        _call("unshare", _NEW_MOUNTS | _NEW_IPC | _NEW_USER)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            Path("/proc/self", name).write_text(text, encoding="utf-8")
+        _call("unshare", _NEW_MOUNTS | _NEW_USER)
+        _map_user(user, group)
     mount(None, "/", RECURSIVE | _PRIVATE)
+    with suppress(OSError):  # not mounted by `contain`
+        unmount(os.readlink("/proc/self/exe"))
+
+
+def _map_user(user: int, group: int) -> None:
+    """Give this user the same ids in the user namespace that this process has made."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(text, encoding="utf-8")
 
 
 def join_mount_namespace(pid: int) -> None:
     """Enter the namespaces that a process has made by `enter_mount_namespace`. setns(2)."""
-    kinds = {"user": _NEW_USER, "ipc": _NEW_IPC, "mnt": _NEW_MOUNTS}
+    kinds = {"user": _NEW_USER, "mnt": _NEW_MOUNTS}
     opened = {kind: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name, kind in kinds.items()}
     if os.fstat(opened[_NEW_USER]).st_ino == os.stat("/proc/self/ns/user").st_ino:
         os.close(opened.pop(_NEW_USER))
@@ -417,104 +563,9 @@ def _reopen_folders() -> None:
                 os.close(opened)
 
 
-def listening_sockets() -> list[str]:
-    """Return the paths of Unix sockets of all processes. proc_net_unix(5).
-
-    A path that leads to no socket here is left out: its socket was removed, or lies in another mount namespace.
-    """
-    rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_bytes().split(b"\n")]
-    paths = [os.fsdecode(row[7]) for row in rows if len(row) == 8]
-    return [path for path in paths if path.startswith("/") and _is_socket(path)]
-
-
-def _is_socket(path: str) -> bool:
-    with suppress(OSError):  # gone, or in a folder that this user cannot enter
-        return stat.S_ISSOCK(os.stat(path).st_mode)
-    return False
-
-
-def serves_every_user(path: str) -> bool:
-    """Return whether every user can connect to a socket, whose daemon is another user's: it does not act for this one."""
-    state = os.stat(path)
-    reached = all(one.stat().st_mode & stat.S_IXOTH for one in Path(os.path.realpath(path)).parents)
-    return bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
-
-
 def in_user_namespace() -> bool:
     """Return whether this process lives in a user namespace that does not know every user."""
     return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
-
-
-def machine_settings() -> list[str]:
-    """Return the paths in /proc that belong to no process and may lead to a setting of the machine: proc(5)."""
-    found = []
-    for one in os.scandir("/proc"):
-        # one that cannot be looked at cannot be opened either: lxcfs's, whose server is gone
-        with suppress(OSError):
-            settable = one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)
-            if settable and not one.name.isdigit() and not one.is_symlink():
-                found.append(one.path)
-    return found
-
-
-def machine_devices(folder: str = "/dev") -> list[str]:
-    """Return the machine's own devices that this process may write to.
-
-    These are block devices, and character devices that neither every user nor a group without disks may write to, such as
-    SCSI and NVMe commands, /dev/mem, /dev/kmsg and watchdogs. Devices of trainings are open to other users.
-    """
-    found = {}
-    for device, state in _devices(folder):
-        mode = state.st_mode
-        if (stat.S_ISBLK(mode) or mode & stat.S_IWUSR) and os.access(device, os.W_OK):
-            found[device] = state
-    groups = {0, *(state.st_gid for state in found.values() if stat.S_ISBLK(state.st_mode))}
-    writers = {path: stat.S_IWOTH | (0 if state.st_gid in groups else stat.S_IWGRP) for path, state in found.items()}
-    return [one for one, state in found.items() if stat.S_ISBLK(state.st_mode) or not state.st_mode & writers[one]]
-
-
-def guard_devices(at: str, mounts: Collection[str]) -> None:
-    """Make a mount of /dev hold devices that can be written to, but not removed, and terminals and queues of its own.
-
-    The user's terminals are left out, and the `machine_devices` cannot be opened.
-
-    Args:
-        at: the mount.
-        mounts: mount points of this machine.
-
-    Raises:
-        OSError: the mount cannot be made read-only.
-    """
-    make_read_only(at)
-    inside = [f"{at}/{one.removeprefix('/dev/')}" for one in mounts if one.startswith("/dev/") and one != _TERMINALS]
-    for mounted in inside:  # a file of Kubernetes, large pages
-        with suppress(OSError):  # it lies below another mount
-            make_read_only(mounted)
-    for device in machine_devices():
-        with suppress(FileNotFoundError):  # unplugged since
-            mount(device, f"{at}/{device.removeprefix('/dev/')}", BIND)
-            make_read_only(f"{at}/{device.removeprefix('/dev/')}", devices=False)
-    with suppress(OSError):  # not in this kernel
-        mount("mqueue", f"{at}/mqueue", 0, "mqueue")
-    with suppress(OSError):  # no terminals
-        mount("devpts", f"{at}/pts", 0, "devpts", "newinstance,ptmxmode=0666,mode=0620")
-        mount(f"{at}/pts/ptmx", f"{at}/ptmx", BIND)  # may lead to the former terminals in a container
-
-
-def training_devices() -> list[str]:
-    """Return the terminals' folder and all devices except for the `machine_devices`; regular files in /dev are none."""
-    machine = {*machine_devices()}
-    return [_TERMINALS, *(device for device, _ in _devices("/dev") if device not in machine)]
-
-
-def _devices(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all devices below a folder, except for terminals."""
-    for path, folders, names in os.walk(folder):
-        folders[:] = {*folders}.difference(("pts", "shm"))
-        for device in (os.path.join(path, name) for name in names):
-            with suppress(OSError):  # unplugged since
-                if stat.S_ISCHR((state := os.lstat(device)).st_mode) or stat.S_ISBLK(state.st_mode):
-                    yield device, state
 
 
 def make_cuda_device(devices: str = "/dev") -> None:
@@ -526,26 +577,6 @@ def make_cuda_device(devices: str = "/dev") -> None:
         with suppress(OSError, subprocess.SubprocessError):
             words, null = ["nvidia-modprobe", "-u", "-c=0"], subprocess.DEVNULL
             subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=60, check=False)
-
-
-# capabilities(7) that root keeps: what ends at files, which the sandbox guards (chown, dac_override, fowner, fsetid), and at the
-# process itself (setgid, setuid, setpcap, ipc_lock to pin memory, sys_chroot, sys_resource to raise limits). All others are
-# dropped, a later kernel's too.
-FILE_CAPABILITIES = (0, 1, 3, 4, 6, 7, 8, 14, 18, 24)
-
-
-def keep_capabilities(numbers: Collection[int]) -> None:
-    """Take all other capabilities from this process and its children. capabilities(7)."""
-    for one in set(range(64)).difference(numbers):
-        with suppress(OSError):  # unknown to this kernel, or not allowed
-            _call("prctl", _DROP_BOUND, one, 0, 0, 0)
-    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))  # version 3, this process: capget(2)
-    held = ctypes.create_string_buffer(24)
-    _call("capget", header, held)
-    mask = sum(1 << one for one in numbers)
-    masks = (mask & 0xFFFFFFFF,) * 3 + (mask >> 32,) * 3
-    kept = (have & mask for have, mask in zip(struct.unpack("=6I", held.raw), masks, strict=True))
-    _call("capset", header, struct.pack("=6I", *kept))
 
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
@@ -590,88 +621,6 @@ def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
             os.close(opened)
     _syscall(_LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)
-
-
-class _Calls(NamedTuple):
-    """Numbers of system calls of an architecture."""
-
-    audit: int  # AUDIT_ARCH_*
-    ioctl: int
-    prlimit64: int
-    priorities: tuple[int, ...]  # setpriority, ioprio_set
-    keyrings: tuple[int, ...]  # add_key, request_key, keyctl
-    queues: tuple[int, ...]  # System V shared memory, semaphores and queues, POSIX queues: sysvipc(7), mq_overview(7)
-    attributes: tuple[int, ...]  # change modes, owners, times and attributes, which Landlock does not cover
-
-
-_X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466, 469)
-_ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466, 469)
-_X86_QUEUES, _ARM_QUEUES = (*range(29, 32), *range(64, 72), 220, *range(240, 246)), (*range(180, 198),)
-_CALLS = {
-    "x86_64": _Calls(0xC000003E, 16, 302, (141, 251), (248, 249, 250), _X86_QUEUES, _X86_CALLS),
-    "aarch64": _Calls(0xC00000B7, 29, 261, (140, 30), (217, 218, 219), _ARM_QUEUES, _ARM_CALLS),
-}
-_WRITING_IOCTL, _FLAGS_IOCTLS = 0xC000FF00, (0x40006600, 0x40005800, 0x40007600)  # direction and type: ioctl_iflags(2)
-_BTRFS_IOCTLS = 0x40009400  # change subvolumes through a folder that is open for reading; copies fall back from FICLONE
-_IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
-_SEVERAL = 2  # PRIO_USER, IOPRIO_WHO_PGRP, IOPRIO_WHO_USER: more processes than the caller's own
-
-
-def ignore_changes(*, everywhere: bool) -> None:
-    """Have changes of other processes' limits and priorities do nothing and succeed, and hide the kernel's keyrings.
-
-    A seccomp(2) filter sees numbers, no paths and no kinship: a change names its own process by 0, else it does nothing.
-
-    Args:
-        everywhere: no namespace confines this process. Attributes of files stay too, in any folder, so that programs that copy
-            them go on. The kernel seems to have neither System V memory nor queues.
-
-    Raises:
-        OSError: the kernel has no seccomp filters, or the architecture is not known.
-    """
-    if platform.machine() not in _CALLS:
-        raise OSError(errno.EOPNOTSUPP, f"No system calls are known for {platform.machine()}")
-    calls = _CALLS[platform.machine()]
-    load, equals, at_least, mask, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD, BPF_JEQ, BPF_JGE, BPF_AND, BPF_RET
-    first, second, third = 16, 24, 32  # places of arguments, in bytes
-    program = [  # name of a step, code, value, where to go if it holds and if not
-        ("", load, 4, "", ""),
-        ("", equals, calls.audit, "", "refuse"),
-        ("", load, 0, "", ""),
-        ("", at_least, _X32_CALLS, "refuse", ""),
-        *(("", equals, number, "refuse", "") for number in calls.keyrings),
-        *(("", equals, number, "priority", "") for number in calls.priorities),
-        ("", equals, calls.prlimit64, "limit", "attributes" if everywhere else "allow"),
-        ("priority", load, first, "", ""),
-        ("", at_least, _SEVERAL, "pretend", ""),
-        ("", load, second, "", ""),
-        ("", equals, 0, "allow", "pretend"),
-        ("limit", load, first, "", ""),
-        ("", equals, 0, "allow", ""),
-        ("", load, third, "", ""),  # address of a new limit: zero if limits are only read
-        ("", equals, 0, "", "pretend"),
-        ("", load, third + 4, "", ""),
-        ("", equals, 0, "allow", "pretend"),
-        ("attributes", load, 0, "", ""),
-        *(("", equals, number, "refuse", "") for number in (_IO_URING_SETUP, *calls.queues)),
-        *(("", equals, number, "pretend", "") for number in calls.attributes),
-        ("", equals, calls.ioctl, "", "allow"),
-        ("", load, second, "", ""),
-        ("", mask, _WRITING_IOCTL, "", ""),
-        *(("", equals, number, "pretend", "") for number in _FLAGS_IOCTLS),
-        ("", equals, _BTRFS_IOCTLS, "lack", "allow"),
-        ("allow", end, 0x7FFF0000, "", ""),  # SECCOMP_RET_*
-        ("pretend", end, 0x00050000, "", ""),
-        ("refuse", end, 0x00050000 | errno.ENOSYS, "", ""),
-        ("lack", end, 0x00050000 | errno.EOPNOTSUPP, "", ""),
-    ]
-    places = {name: at for at, (name, *_) in enumerate(program) if name}
-    steps = [
-        (code, *(places.get(to, at + 1) - at - 1 for to in (yes, no)), value)
-        for at, (_, code, value, yes, no) in enumerate(program)
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in steps))
-    _call("prctl", _SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 
 
 # -- descendant cleanup ------------------------------------------------------------------------------------------------

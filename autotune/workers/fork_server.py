@@ -2,6 +2,9 @@
 
 The server touches no device, opens no process group and runs no torch operation. OpenMP's threads and an initialized
 CUDA driver would not survive a fork. Run as `python -m autotune.workers.fork_server FD`.
+
+As the first process of a PID namespace (`util/linux.py: contain`) it ends everything that its ranks have started. It builds no
+op there: locks of other processes cannot be seen from a namespace.
 """
 
 from __future__ import annotations
@@ -18,11 +21,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from autotune.util.linux import adopt_orphans, die_with_parent, name_of, terminate_with_descendants
+from autotune.util.interpreter import module_command
+from autotune.util.linux import (
+    MACHINE_PROC,
+    adopt_orphans,
+    die_with_parent,
+    name_of,
+    pid_outside,
+    terminate_with_descendants,
+)
 from autotune.workers.jit_ops import FOLDER, load_ops, use_own_folder
 from autotune.workers.protocol import Channel, Message
 
@@ -33,6 +43,7 @@ PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 _FORK_TEST_SECONDS = 120  # seconds; without persistence mode each of eight GPUs takes seconds to initialize
 _THREAD_END_SECONDS = 0.1  # a thread that was joined leaves the kernel within milliseconds
 _PROCESSOR_SECONDS = 60.0  # after this time DeepSpeed queries the processor itself
+_KILL_SECONDS = 5.0  # a process that SIGKILL does not end by then is kept by the kernel
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult in a fork of a process that has used CUDA
 
 
@@ -72,13 +83,13 @@ def _cache_cpuinfo() -> None:
         cpuinfo.get_cpu_info = lambda: dict(known)
 
 
-def serve_ops(channel: Channel, names: list[str]) -> None:
-    """Load DeepSpeed's JIT ops, build the missing ones, and report progress.
+def serve_ops(channel: Channel, names: list[str], *, build: bool) -> None:
+    """Load DeepSpeed's JIT ops, build the missing ones if `build`, and report progress.
 
     If the tuner dies during a build, the compilers die with this process.
     """
     with terminate_with_descendants():
-        failed = load_ops(names, lambda **said: channel.send("op", **said))
+        failed = load_ops(names, lambda **said: channel.send("op", **said), build=build)
     die_with_parent(os.getppid())  # no longer by SIGTERM
     _settle()
     fork_safe = os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork()
@@ -124,44 +135,65 @@ def serve(sock: socket.socket) -> None:
     hello = channel.receive()
     if hello is None:
         return
-    channel.send("ready", **preload(hello.get("model_type"), hello.get("modules", [])))
+    loaded = {} if hello.get("cold") else preload(hello.get("model_type"), hello.get("modules", []))
+    contained = MACHINE_PROC in os.environ
+    channel.send("ready", pid=pid_outside(os.getpid()), contained=contained, **loaded)
     wake_read, wake_write = os.pipe()
     watched: list[int] = [sock.fileno(), wake_read]
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write)
-    children: set[int] = set()
+    inherited = [sock.fileno(), wake_read, wake_write, *([int(os.environ[MACHINE_PROC])] if contained else [])]
+    children: dict[int, int] = {}  # process id here -> for the tuner
     while not channel.closed:
         with suppress(InterruptedError):
             select.select(watched, [], [])
         with suppress(BlockingIOError):
             os.read(wake_read, 4096)
-        for pid, status in _ended():
-            if pid in children:  # excludes orphans
-                children.discard(pid)
-                channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
+        _report_ended(channel, children)
         for message in channel.drain():
             if message["type"] == "ops":
-                serve_ops(channel, message["names"])
+                serve_ops(channel, message["names"], build=message["build"])
+            elif message["type"] == "end":
+                channel.send("ended", left=_end_all(channel, children))
             elif message["type"] == "launch":
                 try:
-                    pid = _fork(message, [sock.fileno(), wake_read, wake_write])
+                    pid = _fork(message, inherited)
+                    children[pid] = pid_outside(pid)
                 except OSError as error:  # no memory or no process is left; the server survives
                     channel.send("refused", ticket=message["ticket"], errno=error.errno, text=error.strerror)
                     continue
-                children.add(pid)
-                channel.send("launched", pid=pid, ticket=message["ticket"])
+                channel.send("launched", pid=children[pid], ticket=message["ticket"])
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _ended() -> Iterator[tuple[int, int]]:
-    """Yield pid and status of ended children."""
-    with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found
+def _report_ended(channel: Channel, children: dict[int, int]) -> bool:
+    """Report ranks that have ended, and reap orphans. Return True if no child is left."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if not pid:
+            return False
+        if pid in children:  # excludes orphans
+            channel.send("exited", pid=children.pop(pid), status=os.waitstatus_to_exitcode(status))
+
+
+def _end_all(channel: Channel, children: dict[int, int]) -> bool:
+    """Kill all other processes of this PID namespace. Return True if the kernel keeps any."""
+    assert os.getpid() == 1, "outside of a namespace this would kill all processes of the user"
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    until = time.monotonic() + _KILL_SECONDS
+    while not _report_ended(channel, children):
+        if time.monotonic() > until:
+            return True
+        time.sleep(0.005)
+    return False
 
 
 @functools.cache
@@ -190,8 +222,12 @@ def _fork(order: Message, inherited: list[int]) -> int:
     die_with_parent(server)
     for descriptor in inherited:
         os.close(descriptor)
+    os.environ.pop(MACHINE_PROC, None)
     try:  # under no circumstances may the child continue as a second server
-        importlib.import_module(order["entry"]).become(order["address"], order["rank"])
+        entry, address, rank = order["entry"], order["address"], order["rank"]
+        if order.get("cold"):
+            os.execv(sys.executable, module_command(sys.executable, entry, address, str(rank)))
+        importlib.import_module(entry).become(address, rank)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -26,7 +26,7 @@ from autotune.workers.gpu_memory import make_meter
 from autotune.workers.launchers import Launcher
 from autotune.workers.memory_monitor import MemoryMonitor, Meter
 from autotune.workers.memory_peaks import MemoryPeaks
-from autotune.workers.process_tree import descendant_processes, end_ranks, processes
+from autotune.workers.process_tree import descendant_processes, processes
 from autotune.workers.protocol import MALFORMED, Channel, Message, malformed
 
 # -- host workers ------------------------------------------------------------------------------------------------------
@@ -176,7 +176,8 @@ class LocalWorkers:
         own = {**here, "store": str(self.home / "store"), "port": _free_port()}
         for local, rank in enumerate(self.numbers):
             log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
-            self._channels[rank].send("spec", **{**own, **spec, "rank": rank, "local_rank": local, "log": log})
+            each = {"rank": rank, "local_rank": local, "log": log, "pid": self._rank_pids[rank]}
+            self._channels[rank].send("spec", **{**own, **spec, **each})
         if self._meter is not None:
             self._monitor = MemoryMonitor(self._meter, [self._rank_pids[rank] for rank in self.numbers])
 
@@ -214,6 +215,7 @@ class LocalWorkers:
         if hello is None:
             channel.close()
             return []
+        hello["pid"] = channel.peer_pid  # as this process knows it, also from another PID namespace
         why = malformed(hello)
         if why or hello["type"] != "hello" or hello["rank"] not in self.numbers:
             channel.close()
@@ -308,7 +310,7 @@ class LocalWorkers:
                 self._monitor.stop()
             left = []
             if not done or self._signalled:
-                left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.descendants)
+                left = self._launcher.end(self.pids, strays=not done)
             for process in left:
                 self._print_line(f"{process} cannot be ended: the kernel has not let it go")
         finally:

@@ -43,8 +43,15 @@ _SHOWN_SECONDS = 10.0  # between two reports of a wait
 ProgressCallback = Callable[..., None]  # receives `op`, `state` (waiting, building, loading, done, failed) and details
 
 
-def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -> dict[str, str]:
-    """Load the DeepSpeed ops of the named builders, and build missing ones. Return the failed builders with reasons."""
+NOT_BUILT = "not built"  # reason of an op that was not built, as the caller wanted
+
+
+def load_ops(names: list[str], report: ProgressCallback = lambda **said: None, *, build: bool = True) -> dict[str, str]:
+    """Load the DeepSpeed ops of the named builders, and build missing ones. Return the failed builders with reasons.
+
+    Args:
+        build: if False, a missing op is returned with the reason NOT_BUILT.
+    """
     from deepspeed.accelerator import get_accelerator
 
     folder = use_own_folder()
@@ -55,6 +62,10 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
             builder = get_accelerator().create_op_builder(name)
             # CPU ranks do without shared memory on unsupported machines
             if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(False)):
+                continue
+            library = folder / builder.name / f"{builder.name}.so"
+            if not build and not _is_prebuilt(builder.name) and not is_complete(library):
+                failed[name] = NOT_BUILT
                 continue
             built = _load(name, builder, folder, report)
             report(op=name, state="done", built=built, seconds=time.monotonic() - began)

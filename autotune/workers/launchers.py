@@ -20,12 +20,15 @@ from autotune.errors import Stopped, UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.nvml import ARCHITECTURES, BY_BUS, ORDER, architectures_to_set, compute_capabilities
 from autotune.util.entry_points import FORK_SERVER
-from autotune.util.interpreter import OWN, Interpreter, bound_command
+from autotune.util.interpreter import OWN, Interpreter, bound_command, contained_command
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.process_tree import (
+    KILL_SECONDS,
     REAP_SECONDS,
     descendant_processes,
+    end_groups,
     end_processes_with_variable,
+    end_ranks,
     processes_with_variable,
 )
 from autotune.workers.protocol import Channel, Message
@@ -62,15 +65,15 @@ class Launcher(Protocol):
     def forget(self, pids: Iterable[int]) -> None:
         """Drop the exit statuses of ranks that have ended."""
 
-    def descendants(self) -> list[psutil.Process]:
-        """Return the processes that dead ranks left running."""
+    def end(self, pids: list[int], *, strays: bool) -> list[psutil.Process]:
+        """End these ranks, and with `strays` all processes that dead ranks left running; see `process_tree.end_ranks`."""
 
     def close(self) -> None:
         """End all remaining processes. Processes that the kernel keeps are awaited for a few seconds at most."""
 
 
 class SpawnLauncher:
-    """Launcher of cold starts: a new interpreter per rank, with seconds of imports.
+    """Launcher of trainings: a new interpreter per rank, in no PID namespace.
 
     Args:
         log: receives the ranks' output; None keeps this process's output.
@@ -109,6 +112,10 @@ class SpawnLauncher:
         for pid in [one for one in pids if self.status(one) is not None]:
             del self._processes[pid]
 
+    def end(self, pids: list[int], *, strays: bool) -> list[psutil.Process]:
+        """End these ranks, and with `strays` all that ranks have started."""
+        return end_ranks(pids, self.status, self.descendants if strays else list)
+
     def descendants(self) -> list[psutil.Process]:
         """Return the processes that ranks have started."""
         return [process for process in processes_with_variable(MARK, self._mark) if process.pid not in self._processes]
@@ -129,6 +136,8 @@ class ForkLauncher:
 
     Args:
         env: environment of the server, which its ranks inherit.
+        contained: the server and its ranks have a PID namespace, if the kernel gives one, and the server builds no ops.
+        cold: the server imports nothing, and each rank is a new interpreter, with seconds of imports.
         log: receives the output of the server, and of ranks until they have their own log.
         preload: modules that the server imports, see `autotune.workers.fork_server.preload`.
         cancelled: polled several times a second during imports and builds, which end within a second once it returns
@@ -142,10 +151,13 @@ class ForkLauncher:
         *,
         cancelled: Callable[[], bool] = lambda: False,
         python: str = OWN.path,
+        contained: bool = True,
+        cold: bool = False,
         **preload: Any,
     ) -> None:
         self.log, self._env, self._preload, self._cancelled = log, env, preload, cancelled
-        self._python = python
+        self._python, self.contained, self.cold = python, contained, cold
+        self._in_namespace = False  # known from the server's first answer on
         self._mark = uuid.uuid4().hex  # inherited by the compilers that it starts
         self._pids: dict[str, int] = {}  # ticket -> pid of a launched rank
         self._refusals: dict[str, OSError] = {}  # by ticket
@@ -155,9 +167,10 @@ class ForkLauncher:
     def begin(self) -> None:
         """Start the server, which imports while this process continues."""
         self._channel, theirs = Channel.pair()
+        make_command = contained_command if self.contained else bound_command
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                bound_command(self._python, FORK_SERVER, str(theirs.fileno())),
+                make_command(self._python, FORK_SERVER, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
@@ -166,7 +179,8 @@ class ForkLauncher:
                 start_new_session=True,
             )
         theirs.close()
-        self._channel.send("hello", **self._preload)
+        self.server = self._process.pid
+        self._channel.send("hello", cold=self.cold, **self._preload)
         self._begun = True
 
     def open(self) -> None:
@@ -178,22 +192,24 @@ class ForkLauncher:
         """
         if not self._begun:
             self.begin()
-        self._await("ready", IMPORT_SECONDS, lambda message: None)
+        ready = self._await("ready", IMPORT_SECONDS, lambda message: None)
+        self.server, self._in_namespace = ready["pid"], ready["contained"]
 
     def load_ops(self, names: list[str], report: Callable[[Message | None], None]) -> Message:
-        """Make the server load the ops of these builders, with minutes of building if necessary, for all later ranks.
+        """Make the server load the ops of these builders for all later ranks, with minutes of building if it is not contained.
 
         Args:
             report: called with progress per op, see `autotune.workers.jit_ops.ProgressCallback`, or with None if nothing is new.
 
         Returns:
-            `failed`: builder -> reason; `folder`: location of the ops; `fork_safe`: True if the server can still fork.
+            `failed`: builder -> reason, such as `jit_ops.NOT_BUILT`; `folder`: location of the ops; `fork_safe`: True if the
+            server can still fork.
 
         Raises:
             UserError: the server died, or a build hangs.
             Stopped: the wait was cancelled.
         """
-        self._channel.send("ops", names=names)
+        self._channel.send("ops", names=names, build=not self.contained)
         return self._await("ops", _BUILDING_SECONDS, report)
 
     def _await(self, verb: str, seconds: float, report: Callable[[Message | None], None]) -> Message:
@@ -226,7 +242,7 @@ class ForkLauncher:
             OSError: The fork server does not answer.
         """
         ticket = f"{address}#{rank}"
-        self._channel.send("launch", entry=entry, address=address, rank=rank, ticket=ticket)
+        self._channel.send("launch", entry=entry, address=address, rank=rank, ticket=ticket, cold=self.cold)
         until = time.monotonic() + _FORK_SECONDS
         while ticket not in self._pids:
             if self._channel.closed or time.monotonic() > until:
@@ -260,14 +276,23 @@ class ForkLauncher:
         elif message["type"] == "exited":
             self._statuses[message["pid"]] = message["status"]
 
+    def end(self, pids: list[int], *, strays: bool) -> list[psutil.Process]:
+        """End these ranks, and with `strays` everything else that the server's ranks have started."""
+        if not (self._in_namespace and strays):
+            return end_ranks(pids, self.status, self.descendants if strays else list)
+        end_groups(pids, self.status)
+        self._channel.send("end")
+        until = time.monotonic() + KILL_SECONDS
+        while not self._channel.closed and time.monotonic() < until:
+            message = self._channel.receive(_LOOK_SECONDS)
+            if message is not None and message["type"] == "ended":
+                return self.descendants() if message["left"] else []
+            self._take(message)
+        return self.descendants()  # a killed server's namespace is gone
+
     def descendants(self) -> list[psutil.Process]:
         """Return the processes below the fork server."""
         return descendant_processes(self.server)  # the server adopts them; a killed server's children died with it
-
-    @property
-    def server(self) -> int:
-        """Process id of the server."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:

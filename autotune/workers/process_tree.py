@@ -36,7 +36,7 @@ def end_ranks(
     # Only living ranks are listed, because the pid of a reaped one may be reused.
     ranks = processes(pid for pid in pids if status(pid) is None)
     started = descendant_processes(*(rank.pid for rank in ranks))
-    _kill_groups(pids, status)
+    end_groups(pids, status)
     started += strays()
     for process in started:
         with suppress(psutil.Error):
@@ -74,7 +74,7 @@ def descendant_processes(*pids: int) -> list[psutil.Process]:
     return processes(descendants(*pids))
 
 
-def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
+def end_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
     """Send SIGTERM to every rank's process group, and SIGKILL after the grace period."""
     for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         for pid in pids:

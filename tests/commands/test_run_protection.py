@@ -47,8 +47,8 @@ def test_a_machine_that_protects_asks_nothing(
     setup: Any, tmp_path: Path, offer: Callable[[Protection], None], protection: Protection
 ) -> None:
     offer(protection)
-    assert with_agreed_protection(setup, tmp_path, lambda question: pytest.fail(question)) is setup
-    assert with_agreed_protection(setup, tmp_path, None) is setup
+    assert with_agreed_protection(setup, tmp_path, lambda question: pytest.fail(question), print) is setup
+    assert with_agreed_protection(setup, tmp_path, None, print) is setup
 
 
 def test_without_protection_it_needs_an_answer_or_the_option(
@@ -61,23 +61,23 @@ def test_without_protection_it_needs_an_answer_or_the_option(
         return lambda question: asked.append(question) or yes  # type: ignore[func-returns-value]
 
     with pytest.raises(UserError, match="--unprotected"):
-        with_agreed_protection(setup, tmp_path, None)
+        with_agreed_protection(setup, tmp_path, None, print)
     with pytest.raises(UserError, match=r"^not started"):
-        with_agreed_protection(setup, tmp_path, answer(False))
-    assert with_agreed_protection(setup, tmp_path, answer(True)).job.unprotected
+        with_agreed_protection(setup, tmp_path, answer(False), print)
+    assert with_agreed_protection(setup, tmp_path, answer(True), print).job.unprotected
     assert len(asked) == 2
     assert all("may overwrite or delete" in question for question in asked)
     setup.job = replace(setup.job, unprotected=True)
-    assert with_agreed_protection(setup, tmp_path, None) is setup
+    assert with_agreed_protection(setup, tmp_path, None, print) is setup
 
 
 def test_a_named_model_needs_none_but_remote_code_does(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
     offer(Protection.NONE)
     harmless = Setup(make_job())
-    assert with_agreed_protection(harmless, tmp_path, None) is harmless
+    assert with_agreed_protection(harmless, tmp_path, None, print) is harmless
     remote = replace(make_job(), model=replace(make_job().model, trust_remote_code=True))
     with pytest.raises(UserError, match="--unprotected"):
-        with_agreed_protection(Setup(remote), tmp_path, None)
+        with_agreed_protection(Setup(remote), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.util.units import MIB
 from autotune.workers import fork_server
 from autotune.workers.group import WatchEnd, WorkerGroup
-from autotune.workers.launchers import ForkLauncher, SpawnLauncher
+from autotune.workers.launchers import ForkLauncher
 from tests.conftest import Bench, capped_ranks, make_candidate, make_job, pid_lives, wait_until
 
 
@@ -235,7 +235,8 @@ def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
     cold.open(lambda text: None)
     with closing(cold), closing(cold.session(candidate, "0001")) as session:
         spawned = session.measure(candidate, measure_spec, 300.0)
-        assert isinstance(cold.launcher, SpawnLauncher)
+        assert isinstance(cold.launcher, ForkLauncher)
+        assert cold.launcher.cold
     assert spawned.ok
     assert spawned.measurement is not None
     assert forked.measurement is not None

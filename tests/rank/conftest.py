@@ -107,6 +107,7 @@ class Parent:
                 channel = Channel(listener.accept()[0])
                 hello = channel.receive(PATIENCE_SECONDS)
                 assert hello is not None
+                hello["pid"] = channel.peer_pid
                 status = processes[hello["pid"]].poll if cold else self._status_of(hello["pid"])
                 found[hello["rank"]] = Rank(channel, hello, status)
             return [found[number] for number in range(world)]

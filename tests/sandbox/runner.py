@@ -11,15 +11,12 @@ import fcntl
 import importlib
 import json
 import os
-import platform
-import resource
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 import traceback
 from pathlib import Path
@@ -27,8 +24,6 @@ from typing import Any
 
 SECONDS = 30  # for one way
 MOST_BYTES = 1 << 24  # compared of a file, with its size and times
-PR_SET_PDEATHSIG = 1
-GET_IO_PRIORITY = 252 if platform.machine() == "x86_64" else 31  # ioprio_get(2)
 GET_FLAGS = 0x80086601  # ioctl_iflags(2)
 SOURCES = {
     "home/.bashrc": "alias",
@@ -89,27 +84,32 @@ def make_tree(base: Path, live: Path) -> None:
             os.utime(path, (1.7e9, 1.7e9))
 
 
-def tree_of(base: Path) -> dict[str, Any]:
-    """Return all that a user can see of files: content, mode, owner, links, attributes, and times except for folders'."""
+def tree_of(base: Path, *, attributes: bool = True) -> dict[str, Any]:
+    """Return all that a user can see of files: content, links and, with `attributes`, mode, owner, attributes, and times of files."""
     found: dict[str, Any] = {}
     for path, folders, files in os.walk(base):
         folders[:] = [name for name in folders if not (path.endswith("project") and name == "runs")]
         for name in (*folders, *files):
             at = os.path.join(path, name)
             state = os.lstat(at)
-            row: list[Any] = [oct(state.st_mode), state.st_uid, state.st_gid, state.st_rdev]
+            row: list[Any] = [stat.S_IFMT(state.st_mode)]
             if not stat.S_ISDIR(state.st_mode):
-                row += [state.st_nlink, state.st_size, state.st_mtime_ns]
+                row += [state.st_nlink, state.st_size]
             if stat.S_ISLNK(state.st_mode):
                 row.append(os.readlink(at))
-            else:
+            elif attributes:
                 row += [(key, str(os.getxattr(at, key))) for key in os.listxattr(at)]
+            if attributes:
+                row += [oct(state.st_mode), state.st_uid, state.st_gid, state.st_rdev]
+            if attributes and not stat.S_ISDIR(state.st_mode):
+                row.append(state.st_mtime_ns)
             if stat.S_ISREG(state.st_mode):
-                try:
-                    with open(at, "rb") as file:
-                        row += [file.read(MOST_BYTES).hex(), fcntl.ioctl(file, GET_FLAGS, bytes(8)).hex()]
-                except PermissionError:
-                    row.append("unreadable")
+                if not attributes:
+                    os.chmod(at, stat.S_IMODE(state.st_mode) | stat.S_IRUSR)
+                with open(at, "rb") as file:
+                    row.append(file.read(MOST_BYTES).hex())
+                    if attributes:
+                        row.append(fcntl.ioctl(file, GET_FLAGS, bytes(8)).hex())
             found[os.path.relpath(at, base)] = row
     return found
 
@@ -126,16 +126,11 @@ class Runner:
             os.environ[key] = str(self.live / path)
         os.environ.update(HOME=str(self.live / "home"), RUN=str(self.live / "home/project/runs"))
         os.environ.pop("TMPDIR", None)
-        self.outside, self.before, self.expected = 0, -1, dict[str, Any]()
-        self.terminal, self.shown = os.openpty()  # the user's, in another window
-        os.environ["TTY"] = os.ttyname(self.shown)
-        os.set_blocking(self.terminal, False)
-        self.number = 0
+        self.expected = dict[str, Any]()
         self.renew()
 
     def renew(self) -> None:
-        """Make the user's tree as it was, and the process outside of the sandbox that uses it."""
-        self.stop_outside()
+        """Make the user's tree as it was."""
         if self.live.exists():
             shutil.rmtree(self.live, ignore_errors=True)
         if self.live.exists():
@@ -147,44 +142,16 @@ class Runner:
         (project / "runs").mkdir()
         if self.protection != "none":
             self.run({"kind": "sh", "text": "true"})  # makes the caches' folders
-        self.before = os.open(project, os.O_RDONLY)
-        os.set_inheritable(self.before, True)
-        keep = os.open(project / "keep.txt", os.O_RDWR)
-        self.outside = os.fork()
-        if not self.outside:
-            os.setsid()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed test leaves no process
-            os.dup2(keep, 9)
-            os.chdir(project)
-            time.sleep(1e6)
-        os.close(keep)
-        os.environ["OUT"] = str(self.outside)
-        self.expected = tree_of(self.live) | self.outside_state()
+        self.expected = self.tree()
 
-    def stop_outside(self) -> None:
-        if self.outside:
-            os.kill(self.outside, signal.SIGKILL)
-            os.waitpid(self.outside, 0)
-        if self.before >= 0:
-            os.close(self.before)
-
-    def outside_state(self) -> dict[str, Any]:
-        """Return limits, priority and OOM score of the outside process, and what the user's terminal shows."""
-        pid, shown = self.outside or os.getpid(), b""
-        with contextlib.suppress(BlockingIOError):
-            shown = os.read(self.terminal, 4096)
-        return {
-            "limits": [resource.prlimit(pid, number) for number in range(16)],  # RLIMIT_*
-            "priority": (os.getpriority(os.PRIO_PROCESS, pid), ctypes.CDLL(None).syscall(GET_IO_PRIORITY, 1, pid)),
-            "score": Path(f"/proc/{pid}/oom_score_adj").read_text(),
-            "terminal": f"{shown!r} {termios.tcgetattr(self.terminal)}",
-        }
+    def tree(self) -> dict[str, Any]:
+        """Return the user's tree. Landlock does not cover attributes of files."""
+        return tree_of(self.live, attributes=self.protection != "landlock")
 
     def run(self, way: dict[str, Any]) -> tuple[int, str]:
         """Return the way's exit status, and what it has printed."""
         from autotune.rank.sandbox import Protection, Sandbox, remove
 
-        self.number += 1
         project = self.live / "home/project"
         home = Path(tempfile.mkdtemp(prefix="sandbox-home-"))
         sandbox = Sandbox(project / "runs/study/scratch", project, self.protection)
@@ -200,15 +167,13 @@ class Runner:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                os.close(self.terminal)
-                os.close(self.shown)
                 os.chdir(project)
                 if confined:
                     sandbox.enter(str(home), os.environ)
                 if way["kind"] == "sh":
                     os.execvp("bash", ["bash", "-c", way["text"]])
-                names = {"os": os, "sys": sys, "shutil": shutil, "Path": Path, "ctypes": ctypes, "BEFORE": self.before}
-                names |= {key: os.environ.get(key) for key in ("P", "H", "D", "T", "OUT")}
+                names = {"os": os, "sys": sys, "shutil": shutil, "Path": Path, "ctypes": ctypes}
+                names |= {key: os.environ.get(key) for key in ("P", "H", "D", "T")}
                 exec(way["text"], {**names, "libc": ctypes.CDLL(None, use_errno=True)})
                 os._exit(0)
             except BaseException:
@@ -227,10 +192,8 @@ class Runner:
         began = time.monotonic()
         status, printed = self.run(way)
         took = time.monotonic() - began
-        found = tree_of(self.live) | self.outside_state()
+        found = self.tree()
         changed = [path for path in {**self.expected, **found} if self.expected.get(path) != found.get(path)]
-        if os.waitpid(self.outside, os.WNOHANG)[0]:  # the user's other process was killed
-            changed, self.outside = [*changed, "process"], 0
         if changed:
             self.renew()
         return {
@@ -274,7 +237,6 @@ def main() -> None:
     runner = Runner(protection, folder)
     for way in ways:
         print(json.dumps(runner.test(way)), flush=True)
-    runner.stop_outside()
 
 
 if __name__ == "__main__":

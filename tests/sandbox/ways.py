@@ -1,7 +1,7 @@
 """Table of ways to change a user's files: shell commands and Python code.
 
 Each runs in the user's project folder with these variables set: P the project, H the home folder around it, D a data folder beside
-it, T a folder in a shared temporary folder, OUT the process identity of a process outside of the sandbox.
+it and T a folder in a shared temporary folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ class Way:
     Args:
         kind: `sh` (run by bash) or `py` (executed in a forked child).
         needs: programs or modules without which it is skipped.
-        breaks_out: it tries to leave the sandbox; its exit status differs inside.
     """
 
     name: str
     kind: str
     text: str
     needs: tuple[str, ...] = ()
-    breaks_out: bool = False
 
 
 SEEN = {  # ways that were seen in real scripts
@@ -429,210 +427,6 @@ NUMERIC = {
     "pyarrow_osfile": (PYARROW, "import pyarrow as p; f = p.OSFile(f'{D}/train.bin', 'w'); f.write(b'x'); f.close()"),
 }
 
-BREAK_OUT_SHELL = {
-    "proc_outside_cwd": "echo x > /proc/$OUT/cwd/keep.txt",
-    "proc_outside_root": 'echo x > "/proc/$OUT/root$P/keep.txt"',
-    "proc_outside_rm": "rm -rf /proc/$OUT/cwd/out",
-    "proc_outside_fd": "echo x > /proc/$OUT/fd/9",
-    "proc_parent_cwd": 'for p in /proc/[0-9]*; do echo x > "$p/root$P/keep.txt"; done 2> /dev/null',
-    "proc_init_root": 'echo x > "/proc/1/root$P/keep.txt"',
-    "chroot_outside": 'chroot /proc/$OUT/root sh -c "echo x > $P/keep.txt"',
-    "umount_all": 'umount -l "$P" / "$D" /tmp /work /var; echo x > keep.txt',
-    "umount_root": 'umount -l /; rm -rf "$P/out"',
-    "bind_over": 'mount --bind /proc/$OUT/root"$P" empty && rm empty/keep.txt',
-    "bind_root": 'mount --bind / empty && echo x > "empty$P/keep.txt"',
-    "remount": 'mount -o remount,bind,rw "$P"; echo x > keep.txt',
-    "move_mount": "mount --move / empty; rm -rf empty/out",
-    "nsenter_outside": "nsenter -t $OUT -m rm -rf out",
-    "nsenter_init": 'nsenter -t 1 -m -- rm -rf "$P/out"',
-    "nsenter_user": 'nsenter -t $OUT -U -m rm -rf "$P/out"',
-    "unshare_user": 'unshare -Urm sh -c "umount -l $P; rm -rf $P/out"',
-    "unshare_mount": 'unshare -m sh -c "umount -l /; rm -rf $P/out"',
-    "unshare_nsenter": "unshare -Ur nsenter -t $OUT -m rm -rf out",
-    "chattr": "chattr +i keep.txt; chattr +A model.pt; chattr +d out",
-    "mkswap": "mkswap -q -f model.pt || mkswap model.pt",
-    "crontab": "echo '* * * * * true' | crontab -",
-    "su": "su -c 'rm -rf out' || setpriv --reuid 0 rm -rf out",
-    "sudo": "sudo -n rm -rf out || rm -rf out",
-}
-
-BREAK_OUT_PYTHON = {
-    "mount_ctypes": "libc.mount(f'/proc/{OUT}/root'.encode(), b'empty', None, 4096, None); open(f'empty{P}/keep.txt', 'w').write('x')",
-    "umount_ctypes": "libc.umount2(b'/', 2); libc.umount2(P.encode(), 2); open(f'{P}/keep.txt', 'w').write('x')",
-    "setns_outside": "f = os.open(f'/proc/{OUT}/ns/mnt', os.O_RDONLY); assert libc.setns(f, 0) == 0; open(f'{P}/keep.txt', 'w').write('x')",
-    "pidfd_setns": "f = os.pidfd_open(int(OUT)); assert libc.setns(f, 0x20000) == 0; open(f'{P}/keep.txt', 'w').write('x')",
-    "setns_user_outside": "f = os.open(f'/proc/{OUT}/ns/user', os.O_RDONLY); libc.setns(f, 0); f = os.open(f'/proc/{OUT}/ns/mnt', os.O_RDONLY); libc.setns(f, 0); open(f'{P}/keep.txt', 'w').write('x')",
-    "pidfd_getfd": "f = libc.syscall(438, os.pidfd_open(int(OUT)), 9, 0); os.write(f, b'x')",
-    "ptrace": "import time; libc.ptrace(16, int(OUT), 0, 0) == 0 and open(f'/proc/{OUT}/mem', 'wb')",
-    "process_vm": "open(f'/proc/{OUT}/mem', 'r+b')",
-    "chroot_escape": "f = os.open('/', os.O_RDONLY); os.chroot('out'); os.fchdir(f)\nfor _ in range(64): os.chdir('..')\nos.chroot('.'); open(f'{P}/keep.txt', 'w').write('x')",
-    "folder_opened_before": "os.open('keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=BEFORE)",
-    "folder_opened_before_unlink": "os.unlink('keep.txt', dir_fd=BEFORE)",
-    "folder_opened_before_chdir": "os.fchdir(BEFORE); open('keep.txt', 'w').write('x')",
-    "folder_opened_before_chmod": "os.chmod('keep.txt', 0, dir_fd=BEFORE)",
-    "file_opened_before_chmod": "os.fchmod(os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE), 0)",
-    "file_opened_before_utime": "os.utime('keep.txt', (1, 1), dir_fd=BEFORE)",
-    "file_opened_before_setxattr": "os.setxattr(os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE), 'user.x', b'x')",
-    "file_opened_before_ioctl": "import fcntl, struct; fcntl.ioctl(os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE), 0x40086602, struct.pack('l', 0x80))",
-    "file_opened_before_link": "os.link('keep.txt', f'{P}/out/k', src_dir_fd=BEFORE); open(f'{P}/out/k', 'w').write('x')",
-    "open_by_handle": """
-h = ctypes.create_string_buffer(136); h[0:8] = (128).to_bytes(4, 'little') + bytes(4); m = ctypes.c_int()
-assert libc.name_to_handle_at(BEFORE, b'keep.txt', h, ctypes.byref(m), 0) == 0
-for at in (BEFORE, os.open(os.environ['RUN'], os.O_RDONLY), os.open(os.path.expanduser('~/.cache/pip'), os.O_RDONLY)):
-    f = libc.open_by_handle_at(at, h, os.O_WRONLY | os.O_TRUNC)
-    if f >= 0: os.write(f, b'x')""",
-    "open_tree": "f = libc.syscall(428, BEFORE, b'.', 1); open(f'/proc/self/fd/{f}/keep.txt', 'w').write('x')",
-    "move_mount": "f = libc.syscall(428, -100, f'/proc/{OUT}/root'.encode(), 0x8001); libc.syscall(429, f, b'', -100, b'empty', 4); open(f'empty{P}/keep.txt', 'w').write('x')",
-    "mount_setattr": "import struct; libc.syscall(442, -100, b'/', 0x8000, struct.pack('4Q', 0, 1, 0, 0), 32); open(f'{P}/keep.txt', 'w').write('x')",
-    "pivot_root": "libc.syscall(155, b'.', b'.'); libc.umount2(b'.', 2); open(f'{P}/keep.txt', 'w').write('x')",
-    "io_uring_setxattr": """
-import mmap, struct
-p = ctypes.create_string_buffer(120); f = libc.syscall(425, 4, p)
-if f < 0: raise OSError('no io_uring')
-o = struct.unpack_from('10I', p.raw, 40); ring = mmap.mmap(f, o[6] + 4096, offset=0); sqes = mmap.mmap(f, 4096, offset=0x10000000)
-name, value, path = (ctypes.create_string_buffer(one) for one in (b'user.ring', b'x', f'{P}/keep.txt'.encode()))
-struct.pack_into('<BBHiQQIIQHHiQQ', sqes, 0, 42, 0, 0, 0, ctypes.addressof(value), ctypes.addressof(name), 1, 0, 7, 0, 0, 0, ctypes.addressof(path), 0)
-struct.pack_into('<I', ring, o[6], 0); tail, = struct.unpack_from('<I', ring, o[1]); struct.pack_into('<I', ring, o[1], tail + 1)
-assert libc.syscall(426, f, 1, 1, 1, None, 0) == 1""",
-    "file_setattr": "import struct; libc.syscall(469, -100, f'{P}/keep.txt'.encode(), struct.pack('=QIIIIQ', 0x40, 0, 0, 0, 0, 0)[:32], 24, 0)",
-    "setxattrat": "v = ctypes.create_string_buffer(b'x'); import struct; libc.syscall(463, -100, f'{P}/keep.txt'.encode(), 0, b'user.at', struct.pack('=QII', ctypes.addressof(v), 1, 0), 16)",
-    "fchmodat2": "libc.syscall(452, -100, f'{P}/keep.txt'.encode(), 0, 0)",
-    "x32_chmod": "libc.syscall(0x40000000 + 90, f'{P}/keep.txt'.encode(), 0)",
-    "int80_chmod": """
-import mmap, struct
-m = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40, prot=7); base = ctypes.addressof(ctypes.c_char.from_buffer(m))
-path = f'{P}/keep.txt'.encode() + b'\\0'; m[4096:4096 + len(path)] = path
-m[0:20] = bytes.fromhex('53b8') + struct.pack('<I', 15) + bytes.fromhex('bb') + struct.pack('<I', base + 4096) + bytes.fromhex('b9') + struct.pack('<I', 0) + bytes.fromhex('cd805bc3')
-ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
-    "trace_children_of_init": "[open(f'/proc/{p}/cwd/keep.txt', 'w') for p in os.listdir('/proc') if p.isdigit() and os.path.exists(f'/proc/{p}/cwd/keep.txt')]",
-    "signal_out": "os.kill(int(OUT), 0); open(f'/proc/{OUT}/cwd/keep.txt', 'w').write('x')",
-}
-
-BREAK_OUT_SHELL |= {
-    "kill_outside": "kill -9 $OUT",
-    "pkill_outside": 'for p in /proc/[0-9]*; do if test "$(readlink $p/cwd)" = "$P"; then kill -TERM ${p#/proc/}; fi; done; sleep 0.02',
-    "daemon_writes_late": '(setsid sh -c \'sleep 0.1; echo x > "$P/keep.txt"; rm -rf "$P/out"\' > /dev/null 2>&1 &)',
-    "daemon_in_folder_opened_before": "(cd out && setsid sh -c 'sleep 0.1; rm -rf *' > /dev/null 2>&1 &)",
-    "mount_tmpfs_over": "mount -t tmpfs none out && echo x > out/model.pt; umount out; echo x > out/model.pt",
-    "overlay_of_project": 'unshare -Urm sh -c "mkdir -p /tmp/u /tmp/w; mount -t overlay o -o lowerdir=$D,upperdir=$P/out,workdir=$P/empty $P/out && echo x > $P/out/new"',
-    "unshare_pid_proc": 'unshare -Urpfm --mount-proc sh -c "rm -rf $P/out"',
-    "unshare_keep_caps": 'unshare -Urm --keep-caps sh -c "mount -o remount,rw,bind / ; rm -rf $P/out"',
-    "umount_until_nothing": 'for i in 1 2 3 4 5 6 7 8; do umount -l "$P" "$H" /var/tmp /var /; done; echo x > "$P/keep.txt"',
-    "proc_outside_task_root": 'echo x > "/proc/$OUT/task/$OUT/root$P/keep.txt"; echo x > "/proc/$OUT/task/$OUT/cwd/keep.txt"',
-    "proc_outside_map_files": "for f in /proc/$OUT/map_files/*; do echo x > $f; done",
-    "cp_to_outside_root": 'cp Makefile "/proc/$OUT/root$P/keep.txt"; ln -sf /proc/$OUT/root r; echo x > "r$P/keep.txt"',
-    "at": "echo 'rm -rf out' | at now; rm -rf out",
-    "systemd_run": "systemd-run --user rm -rf out || rm -rf out",
-    "gdb_attach": 'gdb -batch -p $OUT -ex "call (int)unlink("keep.txt")" || rm keep.txt',
-}
-
-BREAK_OUT_PYTHON |= {
-    "sigio_kill": "import fcntl, socket, time; a, b = socket.socketpair(); fcntl.fcntl(a, fcntl.F_SETOWN, int(OUT)); fcntl.fcntl(a, 10, 9); fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC); b.send(b'x'); time.sleep(0.2)",
-    "dnotify_kill": "import fcntl, time; f = os.open('.', os.O_RDONLY); fcntl.fcntl(f, fcntl.F_SETOWN, -int(OUT)); fcntl.fcntl(f, 10, 9); fcntl.fcntl(f, 1026, 0x8000003f); open('new', 'w').close(); time.sleep(0.2)",
-    "kill_outside": "os.kill(int(OUT), 9)",
-    "killpg_outside": "os.killpg(os.getpgid(int(OUT)), 9) if os.getpgid(int(OUT)) != os.getpgrp() else None",
-    "pidfd_kill": "import signal; signal.pidfd_send_signal(os.pidfd_open(int(OUT)), 9)",
-    "tgkill": "libc.syscall(234, int(OUT), int(OUT), 9)",
-    "queue_signal": "libc.sigqueue(int(OUT), 9, 0)",
-    "process_vm_writev": "libc.process_vm_writev(int(OUT), (ctypes.c_void_p * 2)(0, 8), 1, (ctypes.c_void_p * 2)(4096, 8), 1, 0)",
-    "fsopen_bind": "f = libc.syscall(428, -100, f'/proc/{OUT}/cwd'.encode(), 1); g = os.open(f'/proc/self/fd/{f}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
-    "open_tree_attr": "f = libc.syscall(467, -100, P.encode(), 1, None, 0); os.open(f'/proc/self/fd/{f}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
-    "setns_all": "f = os.pidfd_open(int(OUT)); libc.setns(f, 0x10020000); libc.setns(f, 0x20000); os.open(f'{P}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
-    "listns": "import glob\nfor n in glob.glob('/proc/[0-9]*/ns/mnt'):\n    try: libc.setns(os.open(n, os.O_RDONLY), 0)\n    except OSError: pass\nopen(f'{P}/keep.txt', 'w').write('x')",
-    "capset_back": "import struct; h = struct.pack('=Ii', 0x20080522, 0); libc.capset(h, struct.pack('=6I', *[0xffffffff] * 6)); libc.mount(f'/proc/{OUT}/root'.encode(), b'empty', None, 4096, None); open(f'empty{P}/keep.txt', 'w').write('x')",
-    "new_user_namespace_caps": "assert libc.unshare(0x10000000) == 0; libc.setns(os.open(f'/proc/{OUT}/ns/mnt', os.O_RDONLY), 0); open(f'{P}/keep.txt', 'w').write('x')",
-    "seccomp_off": "libc.prctl(22, 0, 0, 0, 0); os.chmod('/proc/self/cwd/keep.txt', 0); raise SystemExit",
-    "personality": "libc.personality(0x0040000); os.chmod('keep.txt', 0)",
-    "ioctl_fiemap_clone": "import fcntl; a = os.open('Makefile', os.O_RDONLY); b = os.open('keep.txt', os.O_RDWR, dir_fd=BEFORE); fcntl.ioctl(b, 0x40049409, a)",
-    "ioctl_from_before": "import fcntl, struct; f = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(f, 0x4020940d, bytes(32)); fcntl.ioctl(f, 0xc0185879, bytes(24))",
-    "ext4_move_extents": "import fcntl, struct; a = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); b = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(a, 0xc028660f, struct.pack('IIQQQQ', 0, b, 0, 0, 1, 0))",
-    "ext4_swap_boot": "import fcntl; f = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(f, 0x6611)",
-    "fs_verity": "import fcntl, struct; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(f, 0x40806685, struct.pack('=IIIIQII', 1, 1, 4096, 0, 0, 0, 0) + bytes(96))",
-    "quota_project": "import fcntl; f = os.open('.', os.O_RDONLY, dir_fd=BEFORE); v = bytearray(fcntl.ioctl(f, 0x801c581f, bytes(28))); v[8:12] = b'\\x07\\0\\0\\0'; fcntl.ioctl(f, 0x401c5820, bytes(v))",
-    "mount_same_disk": """
-import subprocess
-disk = subprocess.check_output(['findmnt', '-no', 'SOURCE,FSTYPE', '-T', os.environ['RUN']], text=True).split()[:2]
-f = libc.syscall(430, disk[1].encode(), 0); libc.syscall(431, f, 1, b'source', disk[0].encode(), 0)
-assert libc.syscall(431, f, 6, None, None, 0) == 0; m = libc.syscall(432, f, 0, 0); os.open('.' + P + '/keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=m)""",
-    "lease": "import fcntl; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); fcntl.fcntl(f, 1024, 0); os.utime(f, (1, 1)); os.fchmod(f, 0)",
-    "utimensat_empty": "f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); libc.utimensat(f, None, bytes(32), 0); libc.futimens(f, bytes(32))",
-    "fchownat_empty": "f = os.open('keep.txt', os.O_PATH, dir_fd=BEFORE); libc.fchownat(f, b'', os.getuid(), os.getgid(), 0x1000)",
-    "fsetxattr_before": "f = os.open('.', os.O_RDONLY, dir_fd=BEFORE); os.setxattr(f, 'user.x', b'x'); os.removexattr(os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE), 'user.owner')",
-    "acl": "import struct; os.setxattr('keep.txt', 'system.posix_acl_access', struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *e) for e in ((1, 7, 0xffffffff), (2, 7, 99), (4, 7, 0xffffffff), (16, 7, 0xffffffff), (32, 7, 0xffffffff))))",
-    "inotify_then_write": "f = libc.inotify_init(); libc.inotify_add_watch(f, P.encode(), 0xfff); open(f'{P}/keep.txt', 'w').write('x')",
-    "fanotify_handle": "f = libc.fanotify_init(0x200, 0); libc.fanotify_mark(f, 1, ctypes.c_uint64(2), BEFORE, None); open(f'{P}/keep.txt', 'w').write('x')",
-    "sysv_shared_memory": "i = libc.shmget(0x5eed, 4096, 0o1600); libc.shmctl(i, 0, None); open(f'{P}/keep.txt', 'w').write('x')",
-    "io_uring_unlink": """
-import mmap, struct
-p = ctypes.create_string_buffer(120); f = libc.syscall(425, 4, p)
-if f < 0: raise OSError('no io_uring')
-o = struct.unpack_from('10I', p.raw, 40); ring = mmap.mmap(f, o[6] + 4096, offset=0); sqes = mmap.mmap(f, 4096, offset=0x10000000)
-path = ctypes.create_string_buffer(f'{P}/keep.txt'.encode())
-struct.pack_into('<BBHiQQIIQHHiQQ', sqes, 0, 36, 0, 0, -100, 0, ctypes.addressof(path), 0, 0, 7, 0, 0, 0, 0, 0)
-struct.pack_into('<I', ring, o[6], 0); tail, = struct.unpack_from('<I', ring, o[1]); struct.pack_into('<I', ring, o[1], tail + 1)
-assert libc.syscall(426, f, 1, 1, 1, None, 0) == 1""",
-}
-
-# Ways that reach a file by a cache that stays writable, by what was opened before, or by a part of the kernel that checks no path.
-BREAK_OUT_PYTHON |= {
-    "link_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); os.link(f'{P}/keep.txt', k); open(k, 'w').write('x')",
-    "link_opened_before_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); os.link('keep.txt', k, src_dir_fd=BEFORE); open(k, 'w').write('x')",
-    "link_descriptor_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); assert libc.linkat(-100, f'/proc/self/fd/{f}'.encode(), -100, k.encode(), 0x400) == 0; open(k, 'w').write('x')",
-    "move_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); assert libc.rename(f'{P}/out/checkpoint-1'.encode(), k.encode()) == 0",
-    "tmpfile_in_cache_linked_out": "f = os.open(os.path.expanduser('~/.cache/pip'), os.O_TMPFILE | os.O_RDWR); assert libc.linkat(-100, f'/proc/self/fd/{f}'.encode(), BEFORE, b'new', 0x400) == 0",
-    "exchange_opened_before": "libc.renameat2(BEFORE, b'keep.txt', BEFORE, b'Makefile', 2); libc.symlinkat(b'x', BEFORE, b'link'); libc.mkdirat(BEFORE, b'folder', 0o755); libc.unlinkat(BEFORE, b'model.pt', 0)",
-    "parent_of_folder_opened_before": "os.fchdir(BEFORE); os.chdir('../docs'); open('a.txt', 'w').write('x'); open('../project/keep.txt', 'w').write('x')",
-    "openat2_below_folder_opened_before": "import struct; f = libc.syscall(437, BEFORE, b'out/../keep.txt', struct.pack('=3Q', os.O_WRONLY | os.O_TRUNC, 0, 8), 24)",
-    "memory_of_a_shared_page": "libc.mmap.restype = ctypes.c_void_p; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); a = libc.mmap(None, 4096, 1, 1, f, ctypes.c_long(0)); os.pwrite(os.open('/proc/self/mem', os.O_RDWR), b'x', a)",
-    "remove_pages": "libc.mmap.restype = ctypes.c_void_p; f = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); a = libc.mmap(None, 4096, 1, 1, f, ctypes.c_long(0)); libc.madvise(ctypes.c_void_p(a), 4096, 9); libc.mprotect(ctypes.c_void_p(a), 4096, 3) == 0 and ctypes.memset(a, 0, 9)",
-    "pipe_page": "f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); r, w = os.pipe(); n = 65536; os.write(w, bytes(n)); os.read(r, n); os.splice(f, w, 1); os.write(w, b'dirty')",
-    "process_accounting": "libc.acct(f'{P}/keep.txt'.encode())",
-    "fspick_reconfigure": "f = libc.syscall(433, -100, b'/', 0); libc.syscall(431, f, 0, b'rw', None, 0); libc.syscall(431, f, 1, b'upperdir', P.encode(), 0); libc.syscall(431, f, 7, None, None, 0)",
-    "landlock_allows_again": "import struct; r = libc.syscall(444, struct.pack('=Q', 2), 8, 0); libc.syscall(445, r, 1, struct.pack('=Qi', 2, os.open('/', os.O_PATH)), 0); libc.syscall(446, r, 0); os.open('keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=BEFORE)",
-    "capability_of_a_file": "[os.setxattr(f'{P}/clean.sh', 'security.capability', bytes.fromhex('0100000200200000000000000000000000000000'))]",
-    "redirect_of_a_layer": "[libc.setxattr(f'{P}/out'.encode(), f'{kind}.overlay.{key}'.encode(), value, len(value), 0) for kind in ('user', 'trusted') for key, value in (('redirect', b'/data'), ('opaque', b'y'), ('metacopy', b''))]; shutil.rmtree(f'{P}/out')",
-    "whiteout_device": "os.unlink(f'{P}/keep.txt'); os.mknod(f'{P}/keep.txt', 0o20000, 0)",
-}
-
-BREAK_OUT_SHELL |= {
-    "core_file": "ulimit -c unlimited; cd \"$P/out\" && sh -c 'kill -SEGV $$'",
-    "shared_mounts": 'mount --make-rshared /; mount --bind "$D" "$P/out"; echo x > "$P/out/train.bin"; umount "$P/out"; rm -r "$P/out"',
-    "tmux": "tmux -L $$ new-session -d 'rm -rf out'; sleep 0.1; tmux -L $$ kill-server",
-}
-
-BREAK_OUT_SHELL |= {
-    "proc_root_dots": 'cd /proc/self/cwd/../../../../../../../..; echo x > ".$P/keep.txt"; cd -P /proc/$PPID/root; echo x > ".$P/keep.txt"; cd /proc/$PPID/cwd && echo x > keep.txt',
-    "pivot_sh": 'mkdir -p $T/n && mount -t tmpfs n $T/n; unshare -Urm sh -c "mount --rbind / $T; cd $T; pivot_root . tmp; rm -rf /$P/out"',
-}
-
-BREAK_OUT_PYTHON |= {
-    "unshare_all": "[libc.unshare(f) for f in (0x20000, 0x10000000, 0x20000, 0x2000000, 0x4000000, 0x20000000, 0x40000000)]; libc.umount2(P.encode(), 2); libc.mount(b'/proc/self/root', b'empty', None, 0x5000, None); open(f'{P}/keep.txt', 'w').write('x')",
-    "handle_of_ancestors": """
-h = ctypes.create_string_buffer(136); h[0:8] = (128).to_bytes(4, 'little') + bytes(4); m = ctypes.c_int()
-for at in ('/', P, H, D, '/dev/shm', '/tmp', '/var/tmp', '/proc/self/cwd', os.environ['RUN']):
-    for flag in (0, 0x200, 0x1000):
-        h[0:4] = (128).to_bytes(4, 'little')
-        if libc.name_to_handle_at(-100, f'{P}/keep.txt'.encode(), h, ctypes.byref(m), flag & 0xfff) == 0:
-            for one in (at,):
-                try: f = libc.open_by_handle_at(os.open(one, os.O_RDONLY), h, os.O_RDWR)
-                except OSError: continue
-                if f >= 0: os.write(f, b'x')""",
-    "fsmount_overlay": "f = libc.syscall(430, b'overlay', 0); [libc.syscall(431, f, 1, k, v, 0) for k, v in ((b'lowerdir', D.encode()), (b'upperdir', f'{P}/out'.encode()), (b'workdir', f'{P}/empty'.encode()))]; libc.syscall(431, f, 6, None, None, 0); m = libc.syscall(432, f, 0, 0); m >= 0 and os.open('new', os.O_CREAT | os.O_WRONLY, dir_fd=m)",
-    "dup_all_inherited": """
-for n in range(3, 256):
-    try: t = os.readlink(f'/proc/self/fd/{n}')
-    except OSError: continue
-    if n == BEFORE: continue
-    try: os.write(n, b'x')
-    except OSError: pass
-    try: os.ftruncate(n, 0)
-    except OSError: pass""",
-    "reopen_all_inherited": """
-for n in os.listdir('/proc/self/fd'):
-    for flags in (os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
-        try: os.write(os.open(f'/proc/self/fd/{n}', flags), b'')
-        except OSError: pass""",
-}
 
 PYTHON |= {
     "large_file": "f = open('model.pt', 'r+b'); f.seek(3 << 30); f.write(b'x'); f.close(); assert os.path.getsize('model.pt') > 3 << 30",
@@ -677,30 +471,6 @@ NUMERIC |= {
     ),
 }
 
-# Ways by links in caches, by settings of the kernel, and by mounts that are changed.
-BREAK_OUT_SHELL |= {
-    "symlink_in_cache": 'mkdir -p ~/.cache/pip; ln -s "$P" ~/.cache/pip/l; echo x > ~/.cache/pip/l/keep.txt; rm ~/.cache/pip/l',
-    "swap_cache_parent": 'mv ~/.cache ~/.c; ln -s "$D" ~/.cache; echo x > ~/.cache/train.bin; rm -rf ~/.cache/',
-    "prlimit_outside": "prlimit --pid $OUT --fsize=1:1; echo x > keep.txt",
-    "fd9_of_outside": "echo x > /proc/$OUT/fd/9; echo x > /proc/$OUT/task/$OUT/cwd/keep.txt",
-    "nsenter_root": 'nsenter -t $OUT -m -r -w sh -c "echo x > keep.txt"; echo x > keep.txt',
-    "debugfs_write": 'debugfs -w -R "rm keep.txt" $(findmnt -no SOURCE -T .); rm keep.txt',
-    "losetup": "losetup -f keep.txt; dd if=/dev/zero of=$(losetup -j keep.txt | cut -d: -f1); rm keep.txt",
-    "cgroup_freeze": "for f in /sys/fs/cgroup/cgroup.procs /sys/fs/cgroup/cgroup.freeze; do echo $OUT > $f; done; rm keep.txt",
-    "sysctl": 'sysctl -w fs.protected_symlinks=0 kernel.core_pattern="|/bin/rm $P/keep.txt"; ulimit -c unlimited; sh -c "kill -SEGV \\$\\$"; rm keep.txt',
-    "binfmt": 'echo ":x:E::keep::/bin/rm:" > /proc/sys/fs/binfmt_misc/register; rm keep.txt',
-    "oom_adj": "echo 1000 > /proc/$OUT/oom_score_adj; rm keep.txt",
-}
-BREAK_OUT_PYTHON |= {
-    "dedupe": "import fcntl, struct; a=os.open('keep.txt',os.O_RDONLY,dir_fd=BEFORE); b=os.open('Makefile',os.O_RDONLY,dir_fd=BEFORE); fcntl.ioctl(a,0xc0189436,struct.pack('=QQHHIqQiI',0,4,1,0,0,b,0,0,0))",
-    "fsuuid": "import fcntl; f=os.open('.',os.O_RDONLY,dir_fd=BEFORE); fcntl.ioctl(f,0xc0045878 & 0xffffffff,0)",
-    "mount_setattr_rw": "import struct; libc.syscall(442,-100,b'/',0x8000,struct.pack('=4Q',0,1,0,0),32); open('/proc/sys/vm/swappiness','r+'); os.unlink(f'{P}/keep.txt')",
-    "move_mount_detached": "f=libc.syscall(428,BEFORE,b'',0x1000|1|0x80000); g=os.open('keep.txt',os.O_WRONLY|os.O_TRUNC,dir_fd=f)",
-    "umount_all": "[libc.umount2(l.split()[4].encode(),2) for l in reversed(open('/proc/self/mountinfo').readlines())]; os.unlink(f'{P}/keep.txt')",
-    "memfd_exec_setns": "import ctypes; [libc.setns(os.open(f'/proc/{p}/ns/mnt',0),0) for p in os.listdir('/proc') if p.isdigit() and os.access(f'/proc/{p}/ns/mnt',4)]; os.unlink(f'{P}/keep.txt')",
-    "unlink_scratch": "import glob; [shutil.rmtree(p,ignore_errors=True) for p in glob.glob(f'{P}/runs/*')]",
-    "write_study": "os.makedirs(f'{P}/runs/study',exist_ok=True); open(f'{P}/runs/study/study.db','w').write('x'); os.symlink(f'{P}/keep.txt',f'{P}/runs/study/leaderboard.json')",
-}
 
 # Tools that write in ways of their own.
 SHELL |= {
@@ -798,94 +568,6 @@ PYTHON |= {
     "ssh_and_cron": "[(os.makedirs(os.path.dirname(f), exist_ok=True), open(f, 'a').write('x')) for f in map(os.path.expanduser, ('~/.ssh/rc', '~/.profile', '~/.config/autostart/a.desktop', '~/.config/systemd/user/a.service', '~/.local/bin/python', '~/.pythonrc', '~/.condarc', '~/.npmrc', '~/.pip/pip.conf'))]",
 }
 
-# Ways out by the parent, by what outlives the trial, and by parts of the kernel without paths.
-BREAK_OUT_SHELL |= {
-    "parent_descriptors": 'for f in /proc/$PPID/fd/*; do echo x > "$f"; : > "$f"; done; for f in /proc/$PPID/task/*/fd/*; do echo x > $f; done',
-    "parent_root": 'rm -rf "/proc/$PPID/root$P/out"; cd /proc/$PPID/cwd && rm -rf out keep.txt; echo x > /proc/$PPID/root/var/tmp/new',
-    "parent_namespaces": 'nsenter -t $PPID -a rm -rf "$P/out"; nsenter -t $PPID -U -m rm -rf "$P/out"; for n in /proc/$PPID/ns/*; do nsenter --mount=$n rm -rf "$P/out"; done',
-    "parent_gdb": "gdb -batch -p $PPID -ex 'call (int)unlink(\"keep.txt\")'; strace -p $PPID -o keep.txt & sleep 0.2; kill %1; rm keep.txt",
-    "parent_limits": "prlimit --pid $PPID --fsize=1:1; prlimit --pid $OUT --cpu=1:1 --nofile=3:3; renice -n 19 -p $OUT; renice -n 19 -u $(id -u); ionice -c 3 -p $OUT",
-    "parent_scores": "for p in $OUT $PPID; do echo 1000 > /proc/$p/oom_score_adj; echo 0 > /proc/$p/coredump_filter; echo 5 > /proc/$p/clear_refs; echo 0 > /proc/$p/timerslack_ns; done",
-    "daemon_holds_a_file": '(setsid sh -c \'exec 5>> "$P/keep.txt"; sleep 0.2; echo late >&5; rm -rf "$P/out"; echo x > keep.txt\' > /dev/null 2>&1 &)',
-    "daemon_races_removal": '(setsid sh -c \'cd "$RUN/study/scratch" || cd out; i=0; while test $i -lt 300; do ln -s "$P/out" a; rm -f a; mkdir -p a/b; rm -rf a; i=$((i+1)); done\' > /dev/null 2>&1 &) ; sleep 0.05',
-    "daemon_in_the_next_trial": '(setsid sh -c \'for i in 1 2 3 4 5 6 7 8; do sleep 0.05; mkdir -p "$RUN/study/scratch"; ln -sfn "$P" "$RUN/study/scratch/files"; echo x > "$RUN/study/scratch/files/keep.txt"; done\' > /dev/null 2>&1 &)',
-    "daemon_double": 'perl -e \'use POSIX; fork && exit; setsid; fork && exit; sleep 1; open F, ">", "$ENV{P}/keep.txt"; print F 1\'',
-    "nohup_late": "nohup sh -c 'sleep 0.3; rm -rf \"$P/out\"; echo x >> ~/.bashrc' > /dev/null 2>&1 &",
-    "deep_in_scratch": 'cd "$RUN/study/scratch" 2> /dev/null || cd out; perl -e \'for (1..1200) { mkdir "d"; chdir "d" } symlink $ENV{P}, "l"; chmod 0, "."\'',
-    "modes_in_scratch": 'cd "$RUN/study/scratch" 2> /dev/null || cd out; mkdir -p a/b c; ln -s "$P" a/b/l; ln "$P/keep.txt" a/k; mkfifo f; chmod 000 a/b a c; chmod 444 .',
-    "move_out_of_cache": 'echo x > ~/.cache/pip/n; mv -f ~/.cache/pip/n "$P/keep.txt"; cp -f ~/.cache/pip/n "$P/out/model.pt"; rm -f ~/.cache/pip/n',
-    "cache_dotdot": "cd ~/.cache/pip && echo x > ../../notes.txt; cd -P ~/.cache/pip/.. && rm -rf ../docs; cd ~/.cache/pip && ln -s ../.. up && rm -rf up/docs; rm -f ~/.cache/pip/up",
-    "cache_as_cwd": 'cd ~/.cache/pip && mv "$PWD" "$H/moved"; rmdir ~/.cache/pip; mv ~/.cache/pip ~/.cache/other && ln -s "$D" ~/.cache/pip && echo x > ~/.cache/pip/train.bin',
-    "tmpfs_in_unshare": 'unshare -Urm sh -c "mount -t tmpfs n $P/out && cp -a /bin/true $P/out/ && umount $P/out && rm -rf $P/out"; unshare -Urmpf --propagation shared rm -rf "$P/out"',
-    "unshare_map_root": 'unshare --map-root-user --mount --propagation unchanged sh -c "mount --bind $D $P/out && rm -f $P/out/train.bin"; unshare --map-users=auto -m rm -rf "$P/out"',
-    "chroot_proc": 'for p in 1 2 $PPID $OUT; do chroot /proc/$p/root rm -rf "$P/out"; chroot /proc/$p/cwd rm -f /keep.txt; done',
-    "loop_mount": 'dd if=/dev/zero of=$T/i bs=1M count=4 status=none; mke2fs -q $T/i; mount -o loop $T/i empty; losetup -f $T/i; losetup /dev/loop7 "$P/model.pt" && dd if=/dev/zero of=/dev/loop7 bs=16 count=1; losetup -d /dev/loop7',
-    "mount_other": "mount -t proc p empty; mount -t sysfs s empty; mount -t devtmpfs d empty && cat empty/vda; mount -t debugfs d empty; mount -t cgroup2 c empty; mount -t nfs localhost:/ empty; mount -t 9p x empty; mount -t fuse f empty; rm -rf out",
-    "raw_disk": "d=$(findmnt -no SOURCE -T / | tail -1); dd if=$d of=$d bs=1 count=0 conv=notrunc; mknod disk b 254 0; exec 3<> $d; exec 3<> disk; rm keep.txt",
-    "set_capabilities": 'cp /bin/sh out/s; setcap cap_sys_admin+ep out/s; setcap cap_sys_admin+ep clean.sh; out/s -c "umount -l $P"; cp /bin/sh ~/.cache/pip/s; chmod 6755 ~/.cache/pip/s; ~/.cache/pip/s -pc "rm -rf /proc/$OUT/cwd/out"; rm -f ~/.cache/pip/s',
-    "other_users": 'runuser -u nobody -- rm -rf "$P/out"; setpriv --reuid 65534 --clear-groups rm -rf "$P/out"; su nobody -s /bin/sh -c "rm -rf $P/out"; fakeroot rm -rf out',
-    "services": 'systemctl --user start x; systemd-run --user rm -rf "$P/out"; systemd-run rm -rf "$P/out"; busctl call org.freedesktop.systemd1 /org/freedesktop/systemd1 org.freedesktop.systemd1.Manager Reload; dbus-run-session rm -rf out; docker run -v "$P":/p x rm -rf /p/out',
-    "system_files": "echo '* * * * * root rm -rf /' > /etc/cron.d/evil; echo x > /usr/lib/python3/dist-packages/evil.pth; mkdir -p /etc/ssh; echo x > /boot/x; rm -f keep.txt",
-    "terminals": 'for t in /dev/tty "$TTY"; do printf "\\033]0;owned\\007" > $t; stty -F $t -echo intr x; done',
-    "affinity": "taskset -p 1 $OUT; chrt -p -i 0 $OUT; rm keep.txt",
-    "conda_npm": 'npm config set prefix "$D" 2> /dev/null; npm init -y > /dev/null 2>&1; cd out && npm pack "$P" > /dev/null 2>&1; pip config set global.index-url x; rm -rf "$P/out"',
-    "git_outside": 'GIT_DIR=/proc/$OUT/cwd/.git git update-ref -d HEAD; git -C /proc/$OUT/cwd commit -qam x; git -C "$P" gc -q; git --git-dir=/proc/$PPID/cwd/.git config a.b c',
-    "mount_table": 'sed -i s/rw/ro/ /etc/mtab; echo x > /proc/self/mountinfo; echo x > /proc/mounts; rm -f /etc/mtab; while read -r a b m c; do umount -l "$m"; done < /proc/self/mountinfo; rm -rf "$P/out"',
-}
-BREAK_OUT_PYTHON |= {
-    "parent_memory": "f = open(f'/proc/{os.getppid()}/mem', 'r+b'); a = int(open(f'/proc/{os.getppid()}/maps').read().split('-')[0], 16); f.seek(a); f.write(b'x')",
-    "parent_ptrace": "assert libc.ptrace(0x4206, os.getppid(), 0, 0) == 0; libc.ptrace(0x4207, os.getppid(), 0, 0)",
-    "parent_vm_writev": "import re; a = int(re.search(r'^(\\w+)-\\w+ rw', open(f'/proc/{os.getppid()}/maps').read(), re.M)[1], 16); b = ctypes.create_string_buffer(b'x'); libc.process_vm_writev(os.getppid(), (ctypes.c_void_p * 2)(ctypes.addressof(b), 1), 1, (ctypes.c_void_p * 2)(a, 1), 1, 0)",
-    "parent_getfd": "p = os.pidfd_open(os.getppid())\nfor n in range(64):\n    f = libc.syscall(438, p, n, 0)\n    if f >= 0: os.ftruncate(f, 0); os.write(f, b'x')",
-    "parent_setns": "p = os.pidfd_open(os.getppid()); [libc.setns(p, f) for f in (0x20000, 0x10000000, 0x10020000, 0x4020000)]; os.open(f'{P}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
-    "limits_by_number": "import resource\nfor n in (resource.RLIMIT_FSIZE, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE): libc.syscall(302, int(OUT), n, (ctypes.c_ulong * 2)(1, 1), None)",
-    "limits_32_bit": """
-import mmap, struct
-m = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40, prot=7); base = ctypes.addressof(ctypes.c_char.from_buffer(m))
-m[4096:4112] = struct.pack('<QQ', 1, 1)
-m[0:34] = bytes.fromhex('53b8') + struct.pack('<I', 340) + b'\\xbb' + struct.pack('<I', int(OUT)) + b'\\xb9' + struct.pack('<I', 1) + b'\\xba' + struct.pack('<I', base + 4096) + b'\\xbe' + struct.pack('<I', 0) + bytes.fromhex('cd805bc390')
-ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
-    "priority_of_all": "libc.setpriority(2, os.getuid(), 19); libc.setpriority(2, 0, 19); libc.setpriority(0, int(OUT), 19); libc.setpriority(1, os.getpgid(int(OUT)), 19); libc.syscall(251, 3, os.getuid(), 3 << 13)",
-    "keyrings": "k = libc.syscall(248, b'user', b'evil', b'x', 1, -4); assert k < 0, 'a key was added'; libc.syscall(250, 7, -4); libc.syscall(250, 9, 1, -4)",
-    "own_limits": "import resource; a = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (64, a[1])); assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64; assert resource.prlimit(os.getppid(), resource.RLIMIT_CPU) is not None; b = os.getpriority(0, 0); os.nice(1); assert os.getpriority(0, 0) == min(19, b + 1)",
-    "terminal_input": "import fcntl, termios\nfor t in (os.environ['TTY'], '/dev/tty'):\n    try: f = os.open(t, os.O_RDWR)\n    except OSError: continue\n    for c in b'rm -rf out\\n':\n        try: fcntl.ioctl(f, termios.TIOCSTI, bytes([c]))\n        except OSError: pass\n    libc.ioctl(f, termios.TIOCSCTTY, 1); os.write(f, b'\\x1b[2J')",
-    "terminal_output": "f = os.open(os.environ['TTY'], os.O_WRONLY | os.O_NOCTTY); os.write(f, b'\\x1b]0;owned\\x07')",
-    "own_terminal": "import pty; a, b = pty.openpty(); os.write(b, b'x'); assert os.read(a, 1) == b'x'; assert os.path.exists(os.ttyname(b)); p, f = pty.fork()\nif not p: os.execvp('sh', ['sh', '-c', 'test -t 0 && tty'])\nassert b'pts' in os.read(f, 99)",
-    "mapped_parent_files": "[open(f'/proc/{p}/map_files/{n}', 'r+b') for p in (OUT, os.getppid()) for n in os.listdir(f'/proc/{p}/map_files')]",
-    "uring_register_and_write": """
-import mmap, struct
-p = ctypes.create_string_buffer(120); f = libc.syscall(425, 4, p)
-if f < 0: raise OSError('no io_uring')
-o = struct.unpack_from('10I', p.raw, 40); ring = mmap.mmap(f, o[6] + 4096, offset=0); sqes = mmap.mmap(f, 4096, offset=0x10000000)
-keep = []
-def op(code, fd, text, length, off, flags, other=0):
-    keep.append(ctypes.create_string_buffer(text)); struct.pack_into('<BBHiQQIIQHHiQQ', sqes, 0, code, 0, 0, fd, off, ctypes.addressof(keep[-1]), length, flags, 7, 0, 0, 0, 0, 0)
-    struct.pack_into('<I', ring, o[6], 0); t, = struct.unpack_from('<I', ring, o[1]); struct.pack_into('<I', ring, o[1], t + 1); libc.syscall(426, f, 1, 1, 1, None, 0)
-op(18, BEFORE, b'keep.txt', 0o600, 0, os.O_WRONLY | os.O_TRUNC); op(18, -100, f'{P}/keep.txt'.encode(), 0, 0, os.O_RDWR | os.O_TRUNC); op(55, -1, f'{P}/keep.txt'.encode(), 0, 0, 0)
-op(34, BEFORE, b'keep.txt', 0, 0, 0); op(36, BEFORE, b'out/model.pt', 0, 0, 0); op(37, BEFORE, b'newdir', 0o700, 0, 0)""",
-    "mount_detached_tmpfs": "f = libc.syscall(430, b'tmpfs', 0); libc.syscall(431, f, 6, None, None, 0); m = libc.syscall(432, f, 0, 0); libc.syscall(429, m, b'', -100, f'{P}/out'.encode(), 4); t = libc.syscall(428, -100, f'/proc/{os.getppid()}/root'.encode(), 0x8001); open(f'/proc/self/fd/{t}{P}/keep.txt', 'w').write('x')",
-    "pivot_in_userns": "u = (os.getuid(), os.getgid()); r = libc.unshare(0x10020000); open('/proc/self/uid_map', 'w').write(f'0 {u[0]} 1'); libc.mount(b'n', b'empty', b'tmpfs', 0, None); os.chdir('empty'); os.mkdir('o'); libc.syscall(155, b'.', b'o'); libc.umount2(b'/o', 2); os.unlink(f'/o{P}/keep.txt')",
-    "umount_overlays": "import re\nfor line in open('/proc/self/mountinfo').read().splitlines()[::-1]:\n    m = line.split()[4].encode().decode('unicode_escape')\n    [libc.umount2(m.encode(), f) for f in (0, 1, 2, 4, 8)]; libc.mount(None, m.encode(), None, 0x1020, None)\nos.unlink(f'{P}/keep.txt')",
-    "layer_of_the_overlay": "import glob, re; o = open('/proc/self/mountinfo').read(); [os.unlink(f'{d}/keep.txt') for d in re.findall(r'lowerdir=([^,\\s]+)', o)]; [shutil.rmtree(d, True) for d in glob.glob(f'{P}/runs/study/scratch/*')]; os.unlink(f'{P}/keep.txt')",
-    "handle_of_a_cache": """
-h = ctypes.create_string_buffer(136); m = ctypes.c_int()
-for path in (f'{P}/keep.txt', f'{P}/out', H):
-    for flag in (0, 0x200, 1):
-        h[0:8] = (128).to_bytes(4, 'little') + bytes(4)
-        if libc.name_to_handle_at(-100, path.encode(), h, ctypes.byref(m), flag): continue
-        for at in ('~/.cache/pip', '~/.cache/torch', '~/.triton/cache'):
-            f = libc.open_by_handle_at(os.open(os.path.expanduser(at), os.O_RDONLY), h, os.O_RDWR)
-            if f >= 0: os.ftruncate(f, 0)""",
-    "exec_by_interpreter": "os.execv('/lib64/ld-linux-x86-64.so.2', ['ld', '/bin/rm', '-rf', f'/proc/{OUT}/cwd/out', f'{P}/out'])",
-    "preload": "import subprocess; open('e.c', 'w').write('#include <unistd.h>\\n__attribute__((constructor)) void f(void) { unlink(\"keep.txt\"); }'); subprocess.run(['gcc', '-shared', '-fPIC', 'e.c', '-o', 'e.so'], check=True); subprocess.run(['true'], env={**os.environ, 'LD_PRELOAD': './e.so'}, check=True)",
-    "fifo_and_socket_over": "import socket; os.unlink(f'{P}/keep.txt'); os.mkfifo(f'{P}/keep.txt'); s = socket.socket(socket.AF_UNIX); s.bind(f'{P}/out/s'); s.listen()",
-    "lease_on_file_opened_before": "import fcntl; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); fcntl.fcntl(f, 1024, 1); fcntl.flock(f, 2 | 4); os.unlink('keep.txt', dir_fd=BEFORE)",
-    "deep_tree": "os.chdir(os.environ['RUN'] + '/study/scratch') if os.path.isdir(os.environ['RUN'] + '/study/scratch') else os.chdir('out')\nfor n in range(1200): os.mkdir('d'); os.chdir('d')\nos.symlink(P, 'l'); open('x', 'w').write('x')",
-    "descriptors_of_layers": "[os.unlink('keep.txt', dir_fd=int(n)) for n in os.listdir('/proc/self/fd') if os.path.isdir(f'/proc/self/fd/{n}')]",
-    "core_pattern": "open('/proc/sys/kernel/core_pattern', 'w').write(f'|/bin/rm {P}/keep.txt')",
-    "fuse": "f = os.open('/dev/fuse', os.O_RDWR); libc.unshare(0x10020000); libc.mount(b'x', f'{P}/out'.encode(), b'fuse', 0, f'fd={f},rootmode=40000,user_id=0,group_id=0'.encode()); os.unlink(f'{P}/keep.txt')",
-    "process_madvise": "p = os.pidfd_open(int(OUT)); a = 0x400000; v = (ctypes.c_void_p * 2)(a, 4096); libc.syscall(440, p, v, 1, 21, 0); libc.syscall(448, p, 0); libc.syscall(256, int(OUT), 64, None, None); os.unlink('keep.txt')",
-}
 
 _TOOLS = [
     "bash",
@@ -920,23 +602,9 @@ _TOOLS = [
     "shred",
     "split",
     "csplit",
-    "nsenter",
-    "unshare",
-    "chattr",
-    "mkswap",
-    "crontab",
-    "sudo",
     "install",
     "truncate",
     "flock",
-    "at",
-    "systemd-run",
-    "gdb",
-    "tmux",
-    "debugfs",
-    "losetup",
-    "prlimit",
-    "sysctl",
     "openssl",
     "uniq",
     "xxd",
@@ -954,15 +622,13 @@ _TOOLS = [
 ]
 
 
-def _shell(name: str, text: str, *, breaks_out: bool = False) -> Way:
+def _shell(name: str, text: str) -> Way:
     words = text.replace("'", " ").replace(";", " ").replace("(", " ").split()
-    return Way(f"sh_{name}", "sh", text, tuple(tool for tool in _TOOLS if tool in words), breaks_out)
+    return Way(f"sh_{name}", "sh", text, tuple(tool for tool in _TOOLS if tool in words))
 
 
 WAYS = [
     *(_shell(name, text) for name, text in {**SEEN, **SHELL, **GIT}.items()),
     *(Way(f"py_{name}", "py", text) for name, text in PYTHON.items()),
     *(Way(f"py_{name}", "py", text, (module,)) for name, (module, text) in NUMERIC.items()),
-    *(_shell(name, text, breaks_out=True) for name, text in BREAK_OUT_SHELL.items()),
-    *(Way(f"py_{name}", "py", text, breaks_out=True) for name, text in BREAK_OUT_PYTHON.items()),
 ]
