@@ -408,6 +408,7 @@ def contain(parent: int) -> None:
     try:
         child = _clone(_NEW_PIDS | _NEW_MOUNTS)
     except OSError:
+        os.close(machine)
         return
     if child:
         os.close(machine)

@@ -4,7 +4,7 @@ The server touches no device, opens no process group and runs no torch operation
 CUDA driver would not survive a fork. Run as `python -m autotune.workers.fork_server FD`.
 
 As the first process of a PID namespace (`util/linux.py: contain`) it ends everything that its ranks have started. It builds no
-op there: locks of other processes cannot be seen from a namespace.
+op there, because compilers of other processes cannot be seen from a namespace.
 """
 
 from __future__ import annotations

@@ -33,24 +33,22 @@ from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 # autotune's builds also hold one kernel lock on the folder, which ends with its holder. The process that follows a killed
 # build ends its remains, removes its locks and resumes it, since ninja keeps compiled files.
 
-IDLE_SECONDS = (
-    120.0  # a lock without a change or a compiler for this time is stale, also on another host with this home
-)
+# seconds; a lock without a change or a compiler for this time is stale, also on another host with this home
+IDLE_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _KILL_SECONDS = 5.0  # time for a killed compiler to be reaped
 _SHOWN_SECONDS = 10.0  # between two reports of a wait
 
 ProgressCallback = Callable[..., None]  # receives `op`, `state` (waiting, building, loading, done, failed) and details
-
-
-NOT_BUILT = "not built"  # reason of an op that was not built, as the caller wanted
+NOT_BUILT = "not built"  # reason of an op that only a process outside of PID namespaces may build
 
 
 def load_ops(names: list[str], report: ProgressCallback = lambda **said: None, *, build: bool = True) -> dict[str, str]:
     """Load the DeepSpeed ops of the named builders, and build missing ones. Return the failed builders with reasons.
 
     Args:
-        build: if False, a missing op is returned with the reason NOT_BUILT.
+        build: if False, the reason of a missing op is NOT_BUILT, and so is that of all ops of a folder with an unfinished build.
+            A process in a PID namespace sees no compilers of others, so it cannot know which lock is stale.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -67,9 +65,12 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None, *
             if not build and not _is_prebuilt(builder.name) and not is_complete(library):
                 failed[name] = NOT_BUILT
                 continue
-            built = _load(name, builder, folder, report)
+            built = _load(name, builder, folder, report, build=build)
             report(op=name, state="done", built=built, seconds=time.monotonic() - began)
         except Exception as error:
+            if isinstance(error, UserError) and not build:  # the process that builds finds the reason
+                failed[name] = NOT_BUILT
+                continue
             failed[name] = failure_reason(error)
             report(op=name, state="failed", seconds=time.monotonic() - began)
     return failed
@@ -87,7 +88,7 @@ def failure_reason(error: BaseException) -> str:
     return first[:300].removesuffix(" None")  # DeepSpeed appends its error log, which may be None
 
 
-def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bool:
+def _load(name: str, builder: Any, folder: Path, report: ProgressCallback, *, build: bool) -> bool:
     """Load an op. Return True if this process, or another one during the wait, has built it."""
     if _is_prebuilt(builder.name):
         builder.load(verbose=False)
@@ -98,7 +99,7 @@ def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bo
     def waiting(seconds: float) -> None:
         report(op=name, state="waiting", seconds=seconds)
 
-    with hold_build_lock(folder, waiting) as going_on:
+    with hold_build_lock(folder, waiting, build=build) as going_on:
         state = "loading" if library.exists() else "building"
         report(op=name, state=state, going_on=going_on)
         builder.load(verbose=False)
@@ -131,18 +132,21 @@ _held = threading.local()  # `folders`: those that this thread holds, since an o
 
 
 @contextmanager
-def hold_build_lock(folder: Path, waiting: Callable[[float], None] = lambda seconds: None) -> Iterator[bool]:
+def hold_build_lock(
+    folder: Path, waiting: Callable[[float], None] = lambda seconds: None, *, build: bool = True
+) -> Iterator[bool]:
     """Hold the folder of ops against other autotune processes on this machine, without stale locks of torch.
 
     Args:
         waiting: called every ten seconds of a wait for another process, with the seconds so far.
+        build: if False, an unfinished build is an error, and its locks stay.
 
     Yields:
         True if a build was killed here.
 
     Raises:
         UserError: a link leads out of the folder, and the build would write through it; or another process holds a lock
-            and builds nothing.
+            and builds nothing; or a build is unfinished and not `build`.
     """
     held: set[Path] = vars(_held).setdefault("folders", set())
     if folder in held:
@@ -151,11 +155,13 @@ def hold_build_lock(folder: Path, waiting: Callable[[float], None] = lambda seco
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     _check_no_links_out(folder)
-    wait = _Wait(folder, waiting)
+    wait, building = _Wait(folder, waiting), folder / ".building"
     descriptor = _lock(folder / ".lock", wait)
+    if not build and (building.exists() or [*folder.glob("*/lock")]):
+        _unlock(descriptor)
+        raise UserError(f"{folder} has an unfinished build")
     held.add(folder)
     try:
-        building = folder / ".building"
         mark: str | None = None  # boot id of the building machine; None without a build
         with suppress(OSError):
             mark = building.read_text(errors="replace", encoding="utf-8")
@@ -175,10 +181,8 @@ def hold_build_lock(folder: Path, waiting: Callable[[float], None] = lambda seco
     finally:
         held.discard(folder)
         with suppress(OSError):
-            (folder / ".building").unlink()
-        if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in between must not keep the lock
-            os.close(descriptor)
+            building.unlink()
+        _unlock(descriptor)
 
 
 class _Wait:
@@ -251,6 +255,12 @@ def _lock(path: Path, wait: _Wait) -> int | None:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in between must not keep the lock
+        os.close(descriptor)
 
 
 def _op_folders(folder: Path) -> list[Path]:

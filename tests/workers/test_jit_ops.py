@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import struct
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -88,6 +89,41 @@ def test_a_holder_without_a_compiler_is_named_after_two_minutes(
             jit_ops.hold_build_lock(tmp_path),
         ):
             pass
+
+
+@pytest.mark.parametrize("left", ["no op", "lock of torch", "mark of autotune", "lock of autotune"])
+def test_an_unfinished_build_is_left_to_a_process_that_sees_all_compilers(
+    tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PID namespace hides the process that has the lock open, and its compilers."""
+    loaded: list[bool] = []
+    builder = SimpleNamespace(name="adam", load=lambda verbose: loaded.append(verbose))
+    accelerator = SimpleNamespace(create_op_builder=lambda name: builder)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", SimpleNamespace(get_accelerator=lambda: accelerator))
+    monkeypatch.setattr(jit_ops, "_is_prebuilt", lambda op: False)
+    monkeypatch.setattr(jit_ops, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(jit_ops, "_SHOWN_SECONDS", 0.1)
+    monkeypatch.setenv(jit_ops.FOLDER, str(tmp_path))
+    kept = make_lock(tmp_path, age_seconds=3600)
+    if left != "lock of torch":
+        kept.unlink()
+    if left != "no op":
+        (kept.parent / "adam.so").write_bytes(elf(4096) + b"x" * 4032)
+    if left == "mark of autotune":
+        kept = tmp_path / ".building"
+        kept.write_text(boot_id())
+    with (tmp_path / ".lock").open("w") as lock:
+        if left == "lock of autotune":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.utime(kept.parent / "adam.so", (0, 0))
+        assert jit_ops.load_ops(["AdamBuilder"], build=False) == {"AdamBuilder": jit_ops.NOT_BUILT}
+    assert kept.exists() == (left in ("lock of torch", "mark of autotune"))
+    assert loaded == []
+    assert jit_ops.load_ops(["AdamBuilder"]) == {}
+    assert jit_ops.load_ops(["AdamBuilder"], build=False) == (
+        {"AdamBuilder": jit_ops.NOT_BUILT} if left == "no op" else {}
+    )
+    assert len(loaded) == (1 if left == "no op" else 2)
 
 
 def test_an_op_that_builds_another_one_holds_the_folder_already(tmp_path: Path) -> None:
@@ -193,7 +229,7 @@ def test_ops_prebuilt_for_another_accelerator_are_built_under_the_lock(
     builder = SimpleNamespace(
         name="adam", load=lambda verbose: held_while_loading.append((tmp_path / ".building").exists())
     )
-    jit_ops._load("AdamBuilder", builder, tmp_path, lambda **said: states.append(said["state"]))
+    jit_ops._load("AdamBuilder", builder, tmp_path, lambda **said: states.append(said["state"]), build=True)
     assert held_while_loading == [not prebuilt]
     assert states == ([] if prebuilt else ["building"])
 
