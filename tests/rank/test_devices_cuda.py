@@ -84,7 +84,7 @@ def torchs(request: pytest.FixtureRequest, driver: Driver, monkeypatch: pytest.M
 
 def joined(torchs: StandIn, cap_bytes: int | None = None) -> tuple[CudaDevice, dict[str, int]]:
     """A device whose process group is up."""
-    device = CudaDevice()
+    device = CudaDevice(os.getpid())
     device.setup(0, cap_bytes, 1)
     torchs.hold(outside_mib=CONTEXT + NCCL)
     return device, device.joined()
@@ -161,10 +161,10 @@ def test_a_slice_by_its_own_name_or_its_cards(driver: Driver, monkeypatch: pytes
 
 def test_a_rank_without_a_gpu_of_its_own(torchs: StandIn) -> None:
     with pytest.raises(RuntimeError, match="there is no GPU for rank 1: CUDA shows 1"):
-        CudaDevice().setup(1, None, 1)
+        CudaDevice(os.getpid()).setup(1, None, 1)
     torchs.bad_fork = True
     with pytest.raises(RuntimeError, match="CUDA was woken before the fork"):
-        CudaDevice().setup(0, None, 1)
+        CudaDevice(os.getpid()).setup(0, None, 1)
 
 
 def test_what_a_training_of_the_users_own_has_taken(torchs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
