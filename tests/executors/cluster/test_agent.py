@@ -177,9 +177,11 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     spread: Spread, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     spread.open()
+    first = spread.agents[0]
+    kept = {first.pid, *(process.pid for process in first.children(recursive=True))}  # with its fork server
     group, stop = spread.run()
     assert stop is WatchEnd.ARRIVED
-    started = spread.started()
+    ended = [process for process in spread.started() if process.pid not in kept]
     spread.agents[1].send_signal(how)
     with monkeypatch.context() as soon:
         if how is signal.SIGSTOP:
@@ -193,11 +195,10 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     assert spread.cluster.broken
     if how is signal.SIGSTOP:
         spread.agents[1].send_signal(signal.SIGCONT)
-    first = spread.agents[0]
     spread.cluster.reconnect()
     assert not spread.cluster.broken
     assert spread.said[-1] == "node n2 is back"
-    wait_until(lambda: gone([process for process in started if process.pid != first.pid]), "the lost node's end")
+    wait_until(lambda: gone(ended), "the end of all ranks and of the lost node's server")
     spread.ready.clear()
     group, stop = spread.run()
     assert stop is WatchEnd.ARRIVED, "the next group has a whole cluster"
