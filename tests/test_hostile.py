@@ -174,9 +174,9 @@ def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
         "'1' as value_json from n",
         "alter table trial_user_attributes rename to x; create table trial_user_attributes (trial_user_attribute_id integer "
         "primary key, trial_id integer, key varchar(512), value_json text generated always as (hex(zeroblob(400000000))))",
-        "create index ix on trial_user_attributes (hex(zeroblob(400000000)))",
+        "create index ix on trial_user_attributes (hex(zeroblob(1000)))",
         "create index ix on trial_user_attributes (trial_id * trial_id)",
-        "alter table studies add column n integer check (n > hex(zeroblob(400000000)))",
+        "alter table studies add column n integer check (n > hex(zeroblob(1000)))",
         "alter table studies add column n integer default (random())",
     ],
     ids=[
