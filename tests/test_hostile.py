@@ -177,7 +177,7 @@ def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
         "create index ix on trial_user_attributes (hex(zeroblob(1000)))",
         "create index ix on trial_user_attributes (trial_id * trial_id)",
         "alter table studies add column n integer check (n > hex(zeroblob(1000)))",
-        "alter table studies add column n integer default (random())",
+        "alter table trial_heartbeats add column n integer default (random())",
     ],
     ids=[
         "trigger",

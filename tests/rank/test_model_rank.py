@@ -183,7 +183,7 @@ def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pyte
 def rank_that_skips(steps: int) -> ModelRank:
     """A rank whose engine skips so many steps; each step takes a second more than the one before."""
     rank, seconds = ModelRank.__new__(ModelRank), iter(range(1, 1000))
-    rank.engine = SimpleNamespace(skipped_steps=0)
+    rank.engine = SimpleNamespace(skipped_steps=0, fp16_enabled=lambda: False)
     rank.overflows, rank.live_steps = Overflows(rank.engine), [{"step": 7}]
 
     def step(batches: Any, request: MeasureRequest) -> list[float]:

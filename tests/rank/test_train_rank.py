@@ -47,6 +47,7 @@ def test_a_training_is_told_step_by_step(parent: Parent, tmp_path: Path) -> None
 ENDING = """
     import atexit, pathlib, sys, threading, time
     import torch.distributed
+    torch.distributed.init_process_group("gloo")
     folder = pathlib.Path({folder!r})
     late = threading.Thread(target=lambda: (time.sleep(0.5), (folder / "thread").touch()))
     late.start()
