@@ -1,7 +1,7 @@
 """autotune: finds the fastest DeepSpeed config that fits, by measuring it.
 
-Public names: `tune`, `plan`, `open_study`, `Study`, `export_study`, `launch`, `StudyCallback` and `__version__`. Importing this
-package imports neither torch nor deepspeed; docs/architecture.md describes its parts.
+Public names: `tune`, `plan`, `sampler`, `open_study`, `Study`, `export_study`, `launch`, `StudyCallback` and `__version__`.
+Importing this package imports neither torch nor deepspeed; docs/architecture.md describes its parts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from autotune.recovery.supervisor import LaunchSummary
     from autotune.recovery.trainer_callback import StudyCallback
     from autotune.results.plan import Plan
+    from autotune.search.sampler import FeasibleSampler
     from autotune.search.study import Callback
 
-__all__ = ["Study", "StudyCallback", "__version__", "export_study", "launch", "open_study", "plan", "tune"]
+__all__ = ["Study", "StudyCallback", "__version__", "export_study", "launch", "open_study", "plan", "sampler", "tune"]
 
 
 def tune(
@@ -85,6 +86,22 @@ def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:
         request = request_of("plan", None, options, "quiet")
         (found,) = plans(request, [request.gpu], (lambda text: None) if quiet else print)
     return found
+
+
+def sampler(**options: Unpack[PlanOptions]) -> FeasibleSampler:
+    """Return the search as a sampler for your own Optuna study, which measures in its own way.
+
+    Args:
+        options: as those of `plan`: `model`, `gpu`, `gpus`, `space`, `global_batch_size` and so on.
+
+    Raises:
+        autotune.errors.BadArgument: bad input; it is a ValueError and a UserError.
+    """
+    from autotune.commands.plan import planned_sampler
+    from autotune.commands.request import python_errors, request_of
+
+    with python_errors():
+        return planned_sampler(request_of("plan", None, options))
 
 
 def open_study(study: str | PurePath, storage: str | None = None) -> Study:

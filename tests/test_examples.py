@@ -108,6 +108,12 @@ def test_a_callback_records_trials_for_tensorboard(copied: Path) -> None:
     assert list((folder / "runs" / "board").glob("trial-*/events*"))
 
 
+@pytest.mark.slow
+def test_the_sampler_searches_in_a_study_of_ones_own(copied: Path) -> None:
+    said = run(copied / "python", sys.executable, "own_study.py")
+    assert re.search(r"^80\.0 samples/s after \d+ trials", said, re.MULTILINE)
+
+
 # -- Slurm: until a cluster is at hand, with a stand-in for srun ---------------------------------------------------------
 
 SBATCH = EXAMPLES / "slurm" / "tune.sbatch"

@@ -27,6 +27,7 @@ from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, WayPlan
+from autotune.search.sampler import FeasibleSampler
 
 
 def plans(
@@ -51,6 +52,18 @@ def plans(
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
+
+
+def planned_sampler(request: Request) -> FeasibleSampler:
+    """Return a sampler over the candidates of a plan.
+
+    Raises:
+        UserError: bad input.
+    """
+    python = ranks_python(request.python, lambda text: None, named=NAMED_MODEL)
+    (setup,) = plan_setups(request, [request.gpu], python)
+    trace = traced_predictor(setup.job, setup.hardware).trace
+    return FeasibleSampler(lambda: traced_predictor(setup.job, setup.hardware, trace), setup.space)
 
 
 def _announce_trace(setup: PlanSetup, print_line: Callable[[str], None]) -> None:
