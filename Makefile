@@ -57,7 +57,7 @@ $(VENV)/.ops: $(VENV)/.installed
 # pytest-randomly's that refuses a seed of more than 32 bits.
 OLD_TORCH ?=
 OLD := .venv-oldest$(OLD_TORCH)
-IN_OLD := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLD)/extensions" PATH="$(CURDIR)/$(OLD)/bin:$$PATH" $(OLD)/bin/python
+IN_OLD := PATH="$(CURDIR)/$(OLD)/bin:$$PATH" $(OLD)/bin/python
 OLD_TESTS := tests/test_versions.py tests/predict/test_features_versions.py tests/predict/test_zero_memory_unmodelled_keys.py \
 	tests/rank tests/results/test_export_loaded.py tests/test_scripts.py
 test-oldest: $(OLD)/.ops
