@@ -307,13 +307,13 @@ class Belief:
             ooms: log of the least bytes that were needed, by place of a candidate with a device OOM.
             limit_bytes: (n,) bytes that each candidate may use.
             host_ran_out: the study has had a host OOM, so the memory estimate of the host is doubted.
-            trusted: prior probability that the predictor explains speeds better than measurements alone.
+            trusted: prior probability that the predictor explains better than measurements alone.
         """
         table = self.table()
         log_samples = np.log(table.samples)
         speed = explain(self._kernel, log_samples, speeds, trusted=trusted)
         log_needed = np.log(table.needed)
-        trusted_peaks = TRUSTED if peaks else 1.0  # OOMs alone do not say how large anything is
+        trusted_peaks = trusted if peaks else 1.0  # OOMs alone do not say how large anything is
         peak = explain(self._kernel, log_needed, peaks, scale=PEAK_SCALE, trusted=trusted_peaks)
         if ooms:
             mean, sigma = peak.mean, peak.sigma

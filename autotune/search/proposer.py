@@ -33,7 +33,7 @@ from autotune.util.units import format_bytes, format_percent
 WORTHWHILE = 0.25  # share of the tolerance; a smaller expected gain is ignored
 LEAST_EVIDENCE = 8  # measured candidates before a search may stop early
 INSURED_TRIALS = 1  # tests of each assumption before the end
-MISSED_SHARE = 0.1  # of the capacity: a candidate predicted to miss it by no more tests the prediction before the end
+SURPRISE_SIGMAS = 3.0  # error of the belief in a trial of the insurance after which the insurance starts again
 CLAIM_SIGMA = 0.03  # of the best speed as a logarithm, which was measured once, and of what no knob explains
 NO_TRUST = 1e-12  # prior probability of the predictor's explanation, if measurements alone shall decide
 ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
@@ -84,10 +84,12 @@ class Proposer:
         self._peaks: dict[int, Point] = {}  # by place
         self._too_slow: dict[int, float] = {}  # log of the most samples per second, by place
         self._ooms: dict[int, float] = {}  # log of the least bytes needed, by place
+        self._surprising_ooms = 0  # of candidates that were believed to fit
         self._host_ran_out = False
         self._cannot_win: set[int] = set()  # measured candidates
         self._call = 0
         self._insured: Counter[str] = Counter()  # tests of each assumption since the last gain
+        self._tested: tuple[int, float, float, float] | None = None  # place, log speed, its sigma and chance to fit
         self._tried: set[int] = set()
         self.trial_share_seconds = math.inf  # that one trial may take in this call
         self.stopped: Stop | None = None  # reason for the latest None of `next`
@@ -142,6 +144,10 @@ class Proposer:
         if not outcome.kind.is_attributable_to_candidate:
             return
         at, measured = self._index.get(candidate), outcome.measurement
+        self._judge_test(at, outcome)
+        known = self.__dict__.get("_forecast")
+        if known is not None and at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
+            self._surprising_ooms += bool(known.fits[at] > 0.5)
         self._forget()
         if at is not None and measured is not None:
             self._note_speed(at, measured)
@@ -172,6 +178,19 @@ class Proposer:
         if measured.peak_bytes > self.hardware.ceiling_bytes:
             self._cannot_win.add(at)
         elif before is None or speed > before + self.tolerance:
+            self._insured.clear()
+
+    def _judge_test(self, at: int | None, outcome: Outcome) -> None:
+        """Start the insurance again if a trial of it has shown that the belief was wrong there."""
+        if self._tested is None or at != self._tested[0]:
+            return
+        _, expected, sigma, chance = self._tested
+        self._tested = None
+        surprising = chance > 0.5 and outcome.kind is OutcomeKind.OOM_DEVICE
+        if outcome.measurement is not None:
+            missed = abs(math.log(outcome.measurement.samples_per_second) - expected)
+            surprising = chance < 0.5 or missed > SURPRISE_SIGMAS * sigma
+        if surprising:
             self._insured.clear()
 
     def drop_from_best(self, candidate: Candidate) -> None:
@@ -241,7 +260,7 @@ class Proposer:
 
     @functools.cached_property
     def _forecast_of_measurements(self) -> Forecast:
-        """Forecast of speeds from measurements alone, whatever is predicted."""
+        """Forecast from measurements alone, whatever is predicted."""
         return self._forecasts(trusted=NO_TRUST)
 
     def _forecasts(self, **trust: float) -> Forecast:
@@ -338,21 +357,22 @@ class Proposer:
         return WORTHWHILE * self.tolerance
 
     def _insurance(self) -> Proposal | None:
-        """Return a candidate that is worthwhile if one of the two assumptions of the forecast is wrong.
+        """Return a candidate that is worthwhile if the predictor explains less than it seems to.
 
-        The assumptions are that the predictor explains the speeds, and that a candidate does not fit which is predicted to
-        miss the memory by little. Either is tested INSURED_TRIALS times after each gain.
+        Measurements alone give the speeds, then also the memory. Either is tested once after each gain, and again after a
+        test in which the belief was wrong.
         """
-        best, forecast = self._best, self._forecast
+        best, forecast, alone = self._best, self._forecast, self._forecast_of_measurements
         assert best is not None
-        alone = self._forecast_of_measurements.speed.expected_gain(best) * forecast.fits
-        near = (forecast.fits < 0.5) & (np.exp(forecast.peak.mean) < (1 + MISSED_SHARE) * self._limit_bytes)
-        larger = np.where(near, forecast.speed.expected_gain(best), 0.0)
-        for name, gain in ("by measurements alone", alone), ("if it fits, against the prediction", larger):
+        faster = alone.speed.expected_gain(best)
+        for name, fits in (("by measurements alone", forecast.fits), ("if memory is as measured", alone.fits)):
+            gain = faster * fits
             allowed = np.where(self._available & ~forecast.host_hopeless, gain, 0.0)
             at = int(allowed.argmax())
             if self._insured[name] < INSURED_TRIALS and allowed[at] >= self._worthwhile:
                 self._insured[name] += 1
+                speed = forecast.speed
+                self._tested = at, float(speed.mean[at]), float(speed.sigma[at]), float(forecast.fits[at])
                 return Proposal(self.candidates[at], f"expected gain {format_percent(math.expm1(gain[at]))} {name}")
         return None
 
@@ -391,7 +411,7 @@ class Proposer:
         """
         forecast = self._forecast
         need = np.exp(forecast.peak.mean) / self.hardware.capacity_bytes
-        at = self._fallback.next(self._available, need, believed=forecast.peak.trust > 0.5)
+        at = self._fallback.next(self._available, need, believed=not self._surprising_ooms)
         if at is None:
             return self._fallback.stop()
         why = "has fitted" if self._fallback.is_due else "is likely to fit"

@@ -176,7 +176,7 @@ def hold_build_lock(
             remove_incomplete(place, 0.0 if alone else IDLE_SECONDS)
         with suppress(OSError):
             building.write_text(boot_id(), encoding="utf-8")
-        with _linked_without_space(folder):
+        with linked_without_space(folder):
             yield killed
     finally:
         held.discard(folder)
@@ -293,7 +293,7 @@ _TORCH = "torch"  # link in the folder of ops
 
 
 @contextmanager
-def _linked_without_space(folder: Path) -> Iterator[None]:
+def linked_without_space(folder: Path) -> Iterator[None]:
     """Give the linker torch's libraries by a path without a space, for the body of the `with`.
 
     torch writes its path unquoted after `-L` (`_prepare_ldflags` in torch/utils/cpp_extension.py). The link stays,

@@ -263,27 +263,25 @@ def test_search_ends_below_the_tolerance_after_enough_measurements_and_the_insur
     assert sum("by measurements alone" in note for note in notes) >= 1
 
 
-@pytest.mark.parametrize(("missed", "tried"), [(1.05, True), (1.5, False)])
-def test_fast_candidate_that_is_predicted_to_miss_memory_by_little_is_tried_before_the_end(
-    replay_table: ReplayTable, missed: float, tried: bool
-) -> None:
+def test_insurance_is_repeated_only_after_a_test_in_which_the_belief_was_wrong(replay_table: ReplayTable) -> None:
     proposer = make_proposer(replay_table)
     run_to_end(proposer, replay_table)
-    forecast, limit = proposer._forecast, proposer._limit_bytes
-    fast = int(np.flatnonzero(proposer._available)[0])
-    means, peaks = forecast.speed.means.copy(), np.tile(np.log(3 * limit), (len(forecast.peak.means), 1))
-    means[:, fast] = proposer._best + 0.5
-    peaks[:, fast] = np.log(missed * limit[fast])
-    speed = dataclasses.replace(forecast.speed, means=means)
-    peak = dataclasses.replace(forecast.peak, means=peaks)
-    fits = np.zeros(len(limit))
-    proposer.__dict__["_forecast"] = dataclasses.replace(forecast, speed=speed, peak=peak, fits=fits)
-    proposer._insured.clear()
-    found = proposer._insurance()
-    assert (found is not None and found.candidate == proposer.candidates[fast]) is tried
-    if found is not None:
-        assert "if it fits, against the prediction" in found.note
-        assert proposer._insurance() is None, "once after each gain"
+    forecast, fast = proposer._forecast, int(np.flatnonzero(proposer._available)[0])
+    assert proposer._best is not None
+    means = np.tile(forecast.speed.mean - 5.0, (len(forecast.speed.means), 1))
+    means[:, fast] = proposer._best + 0.5  # as measurements alone have it
+    alone = dataclasses.replace(forecast, speed=dataclasses.replace(forecast.speed, means=means))
+    alone = dataclasses.replace(alone, fits=np.ones(len(proposer.candidates)))
+    for missed, repeats in ((0.0, False), (1.0, True)):
+        proposer._insured.clear()
+        proposer.__dict__["_forecast_of_measurements"] = alone
+        proposer.__dict__["_forecast"] = dataclasses.replace(forecast, fits=np.ones(len(proposer.candidates)))
+        found = proposer._insurance()
+        assert found is not None
+        assert found.candidate == proposer.candidates[fast]
+        expected = math.exp(float(forecast.speed.mean[fast]) - missed)
+        proposer._judge_test(fast, measured_as(found.candidate, expected))
+        assert (not proposer._insured) is repeats
 
 
 def test_many_failures_without_a_fit_leave_the_thriftiest_candidates_only(replay_table: ReplayTable) -> None:

@@ -676,7 +676,8 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
     if several:
         jit_ops.remove_incomplete(place, IDLE_SECONDS)
     if several or (is_built and not [*folder.glob("*/lock")]):  # ranks load a built op in parallel
-        return original(builder, *args, **kwargs)
+        with jit_ops.linked_without_space(folder):
+            return original(builder, *args, **kwargs)
     with hold_build_lock(folder):
         return original(builder, *args, **kwargs)
 
