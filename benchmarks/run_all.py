@@ -21,7 +21,6 @@ from benchmarks.common import HERE, RESULTS
 OWN = str(HERE / "data" / "landscapes_own")
 REAL = str(HERE / "data" / "landscapes_real")
 SHARED = str(HERE / "data" / "landscapes")
-ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance"
 WRONG = (
     "autotune,inverted,constant,drawn,wrong-time,wrong-memory,adversarial,misled-1,misled-2,misled-3,misled-4,misled-5"
 )
@@ -59,7 +58,6 @@ FULL: dict[str, list[str]] = {
         "autotune,tpe,random,adversarial",
     ],
     "search-real": ["search/search.py", "--landscapes", REAL, "--seeds", "10", "--left-out"],
-    "search-ablation": ["search/search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-wrong": [
         "search/search.py",
         "--landscapes",
@@ -67,7 +65,7 @@ FULL: dict[str, list[str]] = {
         OWN,
         "--until-found",
         "--seeds",
-        "3",
+        "1",
         "--budget",
         "60m",
         "--strategies",

@@ -71,17 +71,6 @@ def by_landscape(name: str) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def ablation() -> str:
-    parts = ("autotune", "no-predictor", "no-ladder", "no-dominance")
-    header = ["landscape", "whole", *(part.replace("no-", "without ") for part in parts[1:])]
-
-    def cell(row: dict[str, Any]) -> str:
-        return ", ".join([percent(row["share95"]), *(number(row[k]) for k in ("trials95", "minutes95", "ooms"))])
-
-    rows = [[name, *(cell(rows[part]) for part in parts)] for name, rows in by_landscape("search-ablation").items()]
-    return table(header, rows)
-
-
 def spaces() -> str:
     """Trials and minutes to 95 % of each space's best."""
     rows = result("search-spaces")
@@ -290,7 +279,6 @@ FIGURES = {
     "search-bounds-wrong": lambda: bounds("adversarial"),
     "search-own": search_own,
     "search-spaces": spaces,
-    "search-ablation": ablation,
     "search-wrong": wrong,
     "search-wrong-bound": wrong_bound,
 }
