@@ -91,7 +91,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
         (("--gpus", "1", "--parallel", "0"), "--parallel 0: expected at least 1"),
         (("--parallel", "2"), "--parallel 2: say with --gpus"),
         (("--gpus", "1", "--parallel", "2", "--hostfile", "none"), "none"),
-        (("--gpus", "1", "--parallel", "2", "--nodes", "2"), "cannot be combined with --nodes"),
+        (("--gpus", "1", "--parallel", "2", "--nodes", "2"), "--nodes needs several machines"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
