@@ -255,11 +255,6 @@ class Forecast:
     hopeless: Flags  # too unlikely to fit on the device
     host_hopeless: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
 
-    @property
-    def excluded(self) -> Flags:
-        """Return which candidates are too unlikely to fit, (n,)."""
-        return self.hopeless | self.host_hopeless
-
 
 class Belief:
     """Forecasts for the candidates of a study.
