@@ -408,7 +408,7 @@ sandbox.main()
 def no_protection(monkeypatch: pytest.MonkeyPatch, tracer_process: None) -> None:
     """The kernel offers tracers no sandbox."""
     monkeypatch.setattr(
-        "autotune.util.interpreter.module_command", lambda *words: [sys.executable, "-c", REFUSED, *words[2:]]
+        "autotune.util.interpreter.contained_command", lambda *words: [sys.executable, "-c", REFUSED, *words[2:]]
     )
 
 

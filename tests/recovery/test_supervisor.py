@@ -63,7 +63,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     ops = tmp_path / "ops"
     (ops / "shm").mkdir(parents=True)
     (ops / "shm" / "shm.so").write_bytes(b"a library" * 100)
-    (ops / "ShareMemCommBuilder.json").write_text(json.dumps({"op": "shm"}))
+    (ops / "ShareMemCommBuilder.op").write_text("shm")
     monkeypatch.setenv(FOLDER, str(ops))
     made = Launch(tmp_path)
 

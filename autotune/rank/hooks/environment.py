@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -82,11 +83,22 @@ def _note(context: Context, given: Mapping[str, str], name: Any, value: Any) -> 
         read.text = str(value)
 
 
+def _quoted(path: Path) -> str:
+    """Return the texts of a Python file, one a line, or all of another file: an identifier names no variable."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix != ".py":
+        return text
+    with suppress(SyntaxError, ValueError):
+        nodes = ast.walk(ast.parse(text))
+        return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return text
+
+
 def found(context: Context, files: Iterable[str]) -> tuple[dict[str, str | None], dict[str, int]]:
     """Return the values of the variables that the user's files read, and the positive integers among them.
 
     A library may read a variable for the user's code (environs, click, OmegaConf's `oc.env`). Then one of the user's files
-    has its name. A value is None if the variable was not set before the script ran; its integer is then the one that the code
+    quotes its name. A value is None if the variable was not set before the script ran; its integer is then the one that the code
     used, a default or one of a `.env` file.
     """
     files = source_files.found(context)
@@ -94,7 +106,7 @@ def found(context: Context, files: Iterable[str]) -> tuple[dict[str, str | None]
     words = set[str]()
     for path in own:
         with suppress(OSError):
-            words.update(re.findall(r"\w+", Path(path).read_text(encoding="utf-8", errors="replace")))
+            words.update(re.findall(r"\w+", _quoted(Path(path))))
     values, integers = dict[str, str | None](), dict[str, int]()
     for name, read in context.variables.items():
         readers = {source_files.users_path(context, path) for path in read.files}
