@@ -39,9 +39,8 @@ def run(folder: Path, *command: str, **variables: str) -> str:
 
 
 def test_there_are_as_many_as_their_readme_says() -> None:
-    named = re.findall(r"^\| `(\w+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
-    assert len(named) == 6
+    named = set(re.findall(r"^\| `(\w+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert named == {path.name for path in EXAMPLES.iterdir() if path.is_dir()}
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ from autotune.util.units import format_bytes, format_percent
 
 WORTHWHILE = 0.25  # share of the tolerance; a smaller expected gain is ignored
 LEAST_EVIDENCE = 8  # measured candidates before a search may stop early
-INSURED_TRIALS = 1  # tests of each assumption before the end
 SURPRISE_SIGMAS = 3.0  # error of the belief in a trial of the insurance after which the insurance starts again
 CLAIM_SIGMA = 0.03  # of the best speed as a logarithm, which was measured once, and of what no knob explains
 NO_TRUST = 1e-12  # prior probability of the predictor's explanation, if measurements alone shall decide
@@ -88,7 +87,7 @@ class Proposer:
         self._host_ran_out = False
         self._cannot_win: set[int] = set()  # measured candidates
         self._call = 0
-        self._insured: Counter[str] = Counter()  # tests of each assumption since the last gain
+        self._insured: set[str] = set()  # assumptions tested since the last gain
         self._tested: tuple[int, float, float, float] | None = None  # place, log speed, its sigma and chance to fit
         self._tried: set[int] = set()
         self.trial_share_seconds = math.inf  # that one trial may take in this call
@@ -369,8 +368,8 @@ class Proposer:
             gain = faster * fits
             allowed = np.where(self._available & ~forecast.host_hopeless, gain, 0.0)
             at = int(allowed.argmax())
-            if self._insured[name] < INSURED_TRIALS and allowed[at] >= self._worthwhile:
-                self._insured[name] += 1
+            if name not in self._insured and allowed[at] >= self._worthwhile:
+                self._insured.add(name)
                 speed = forecast.speed
                 self._tested = at, float(speed.mean[at]), float(speed.sigma[at]), float(forecast.fits[at])
                 return Proposal(self.candidates[at], f"expected gain {format_percent(math.expm1(gain[at]))} {name}")

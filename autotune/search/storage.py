@@ -215,15 +215,13 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
 
 def _check_empty(path: Path) -> None:
     """Raise a UserError if a file of size 0 is one of the kernel's, such as /proc/self/mem, and no new study."""
-    why = "it is a file of the kernel"
     try:
-        if not bounded_bytes(path, 1):
-            return
-    except PermissionError:
-        return  # reported by the caller
+        # another process may have begun a study in it meanwhile
+        new = not bounded_bytes(path, 1) or path.stat().st_size
     except OSError as error:
-        why = str(error.strerror)
-    raise UserError(f"{path} holds no study ({why}): name a file on a disk with --storage, or remove the link")
+        new = isinstance(error, PermissionError)  # reported by the caller
+    if not new:
+        raise UserError(f"{path} is a file of the kernel: name a file on a disk with --storage, or remove the link")
 
 
 def _unreadable(path: Path, what: str, error: Exception) -> UserError:
