@@ -14,9 +14,6 @@ from autotune._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from typing_extensions import Unpack
-
-    from autotune.commands.keywords import LaunchOptions, PlanOptions, RunOptions
     from autotune.commands.run import RunSummary
     from autotune.commands.study_output import Study
     from autotune.recovery.supervisor import LaunchSummary
@@ -29,11 +26,7 @@ __all__ = ["Study", "StudyCallback", "__version__", "export_study", "launch", "o
 
 
 def tune(
-    command: Sequence[Any] | None = None,
-    *,
-    quiet: bool = False,
-    callbacks: Sequence[Callback] = (),
-    **options: Unpack[RunOptions],
+    command: Sequence[Any] | None = None, *, quiet: bool = False, callbacks: Sequence[Callback] = (), **options: Any
 ) -> RunSummary:
     """Tune, verify and export, as `autotune run` does; an existing study resumes.
 
@@ -61,11 +54,11 @@ def tune(
     from autotune.commands.run import run_study
 
     with python_errors():
-        request = request_of("run", command, options, "quiet", "callbacks")
+        request = request_of("run", command, options)
         return run_study(request, Console(quiet=quiet), quiet=quiet, callbacks=callbacks)
 
 
-def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:
+def plan(*, quiet: bool = True, **options: Any) -> Plan:
     """Predict which configs fit and how fast they are, as `autotune plan` does. Nothing is run, and no GPU is needed.
 
     Args:
@@ -83,12 +76,12 @@ def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:
     from autotune.commands.request import python_errors, request_of
 
     with python_errors():
-        request = request_of("plan", None, options, "quiet")
+        request = request_of("plan", None, options)
         (found,) = plans(request, [request.gpu], (lambda text: None) if quiet else print)
     return found
 
 
-def sampler(**options: Unpack[PlanOptions]) -> FeasibleSampler:
+def sampler(**options: Any) -> FeasibleSampler:
     """Return the search as a sampler for your own Optuna study, which measures in its own way.
 
     Args:
@@ -149,7 +142,7 @@ def export_study(
 
 
 def launch(
-    study: str, command: Sequence[Any], *, print_line: Callable[[str], None] = print, **options: Unpack[LaunchOptions]
+    study: str, command: Sequence[Any], *, print_line: Callable[[str], None] = print, **options: Any
 ) -> LaunchSummary:
     """Train a script under a study's winner and restart it after an OOM, as `autotune launch` does.
 
@@ -167,7 +160,7 @@ def launch(
     from autotune.commands.request import python_errors, request_of
 
     with python_errors():
-        return launch_training(request_of("launch", command, options, "print_line", study=study), print_line)
+        return launch_training(request_of("launch", command, options, study=study), print_line)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import os
@@ -279,7 +278,7 @@ def test_the_example_of_a_guide_works(name: str, at_work: Path) -> None:
         return
     request = Request(**{key: value for key, value in parsed(words).items() if value is not None})
     if words[0] == "launch":
-        setup = launch_setup(dataclasses.replace(request, study=request.script[0], script=request.script[1:]))
+        setup = launch_setup(request.model_copy(update={"study": request.script[0], "script": request.script[1:]}))
         assert StudyStore.load(str(setup.request.study)).winner
         assert setup.script.path
         return
@@ -287,7 +286,7 @@ def test_the_example_of_a_guide_works(name: str, at_work: Path) -> None:
         if nodes is not None:
             assert request.hostfile is not None
             return
-    found = run_setup(dataclasses.replace(request, device="cpu", gpus=2, parallel=1))
+    found = run_setup(request.model_copy(update={"device": "cpu", "gpus": 2, "parallel": 1}))
     assert found.candidates
     assert found.budget_seconds == parse_duration(request.budget)
 

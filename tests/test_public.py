@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import autotune
-from autotune.commands import keywords, run
-from autotune.commands.request import Request, keywords_text
+from autotune.commands import run
+from autotune.commands.request import Request
 from autotune.errors import BadArgument, UserError
 from autotune.util.units import parse_bytes, parse_duration, parse_share
 from tests.studies import study_of_every_kind
@@ -58,7 +58,7 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
         autotune.launch(
             "mine", ["train.py"], max_restarts=2, hang_timeout="5m", memory_cap="1GiB", print_line=lambda text: None
         )
-    with pytest.raises(UserError, match=r"^max_restarts -1"):
+    with pytest.raises(UserError, match=r"^max_restarts: expected at least 0, found -1"):
         autotune.launch("mine", ["train.py"], max_restarts=-1)
     with pytest.raises(UserError, match="no duration"):
         autotune.launch("mine", ["train.py"], hang_timeout="soon")
@@ -66,10 +66,10 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
         autotune.launch("mine", ["nowhere.py"])
     with pytest.raises(UserError, match=r"^no option 'max_restart'; did you mean max_restarts"):
         autotune.launch("mine", ["train.py"], max_restart=1)
-    with pytest.raises(UserError, match=r"^command: expected a list of words"):
-        autotune.launch("mine", "train.py")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^command: expected a valid list, found 3"):
+        autotune.launch("mine", 3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="'0' is not possible"):
-        autotune.launch("mine", ("train.py",), hang_timeout=0)  # type: ignore[arg-type]
+        autotune.launch("mine", ("train.py",), hang_timeout=0)
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, *command: Any, **options: Any) -> Request:
@@ -97,7 +97,7 @@ def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = tuned(monkeypatch, gpus="2", max_trials=3.0, seed=np.int64(7), seq_len="max", global_batch_size=64)
     assert (numbers.gpus, numbers.max_trials, numbers.seed) == (2, 3, 7)
     assert all(type(one) is int for one in (numbers.gpus, numbers.max_trials, numbers.seed))
-    assert (numbers.seq_len, numbers.global_batch_size) == ("max", 64)
+    assert (numbers.seq_len, numbers.global_batch_size) == ("max", "64")
     words = tuned(monkeypatch, (Path("train.py"), "--lr", 0.1, "--text", "a\nb"), maps=("a=--b",), exhaustive=True)
     assert (words.script, words.maps) == (["train.py", "--lr", "0.1", "--text", "a\nb"], ["a=--b"])
     assert words.exhaustive
@@ -113,14 +113,7 @@ def test_plan_is_the_plan_of_the_command() -> None:
     with pytest.raises(BadArgument, match=r"^host_memory 64 is 64 bytes; did you mean 64GiB"):
         autotune.plan(model="gemma-2-2b", gpu="h100", host_memory=64)
     with pytest.raises(BadArgument, match="no option 'budget'"):
-        autotune.plan(budget="5m")  # type: ignore[call-arg]
-
-
-def test_typed_keywords_are_those_of_the_request() -> None:
-    shipped = Path(keywords.__file__).read_text()
-    assert shipped == keywords_text(), "python -m autotune.commands.request > autotune/commands/keywords.py"
-    assert "budget" in keywords.RunOptions.__annotations__
-    assert "gpu" in keywords.PlanOptions.__annotations__
+        autotune.plan(budget="5m")
 
 
 def test_a_study_shows_itself_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,24 +156,28 @@ def test_a_study_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
-        (None, {"gpus": "two"}, "gpus: expected a whole number, found 'two'"),
-        (None, {"gpus": 1.5}, "gpus: expected a whole number, found 1.5"),
-        (None, {"gpus": float("nan")}, "gpus: the number is not possible"),
-        (None, {"seq_len": 10**5000}, "seq_len: the number is not possible"),
-        (None, {"budget": 10**5000}, "budget: the number is not possible"),
-        (None, {"study": "a\nb"}, r"study: expected one line of text, found 'a\nb'"),
-        (None, {"out": 3}, "out: expected a path, found 3"),
-        (None, {"out": "a\0b"}, "out: expected one line of text"),
-        (None, {"exhaustive": "no"}, "exhaustive: expected True or False, found 'no'"),
+        (None, {"gpus": "two"}, "gpus: expected a valid integer, found two"),
+        (None, {"gpus": 1.5}, "gpus: expected a valid integer, found 1.5"),
+        (None, {"gpus": float("nan")}, "gpus: expected a finite number, found nan"),
+        (None, {"gpus": 10**5000}, "gpus: expected at most 65536, found a number of 5001 digits"),
+        (None, {"budget": 10**5000}, "budget: expected a number below 2**63"),
+        (None, {"study": "a\nb"}, "study: expected one line of text"),
+        (None, {"out": 3}, "out: expected a valid path, found 3"),
+        (None, {"out": "a\0b"}, "out: holds a NUL character"),
+        (None, {"exhaustive": "maybe"}, "exhaustive: expected a valid boolean, found maybe"),
         (None, {"tokens": 1e9}, "no option 'tokens'"),  # of `plan`
-        (None, {"maps": "a=--b"}, "maps: expected a list of texts, found 'a=--b'"),
+        (None, {"maps": 3}, "maps: expected a valid list, found 3"),
         (None, {"budgett": "5m"}, "no option 'budgett'; did you mean budget"),
         (None, {"attn": "sdpa"}, "no option 'attn'; did you mean attention"),
-        ("train.py --x 1", {}, 'command: expected a list of words, like ["train.py", "--epochs", "1"], found '),
-        (["train.py", None], {}, "command[1]: expected a text, a path or a number"),
+        ("train.py 'x", {}, "command: not a command (no closing quotation)"),
+        (["train.py", None], {}, "command: expected a valid string, found None"),
         (None, {"model": "tiny-llama", "device": "cpu", "budget": "soon"}, "'soon' is no duration"),
         (None, {"model": "tiny-llama", "device": "cpu", "headroom": 5}, "a share of '5' is not possible"),
-        (None, {"model": "tiny-llama", "device": "cpu", "gpus": "0"}, "gpus 0: expected at least 1"),
+        (
+            None,
+            {"model": "tiny-llama", "device": "cpu", "gpus": "0"},
+            "gpus: expected at least 1, found 0",
+        ),
         (
             None,
             {"model": "tiny-llama", "device": "cpu", "space": {"knobs": {"zero_stag": [1]}}},

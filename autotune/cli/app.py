@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -63,7 +62,7 @@ app.add_typer(spaces_app, name="spaces")
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
     shown = begin("reading the job, the machine and the search space", request.as_json)
-    request = dataclasses.replace(request, command=typed_command())
+    request = request.model_copy(update={"command": typed_command()})
     _tune(request, shown)
 
 
@@ -133,7 +132,7 @@ def launch(request: Request) -> None:
     from autotune.commands.launch import launch_training
 
     if not request.model and request.study is None and request.script:
-        request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
+        request = request.model_copy(update={"study": request.script[0], "script": request.script[1:]})
     summary = launch_training(request, print_line)
     if request.as_json:
         emit(summary.to_json())

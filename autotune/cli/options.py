@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import MISSING
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from autotune.commands.removed import removed
-from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
+from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters, request_from
 from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
 from autotune.util.streams import LOG, is_watched, logging_to
@@ -129,8 +128,10 @@ def database_failure(error: Exception) -> tuple[str, ExitCode]:
 
 @cache
 def _shown(param: Any) -> Any:
-    """Return a copy of a parameter for the help: an argument's metavar is its name, and `--help` has no value."""
-    words: dict[str, Any] = {"metavar": "" if getattr(param, "is_flag", False) else param.metavar}
+    """Return a copy of a parameter for the help: an argument's metavar is its name, and a switch has one flag and no value."""
+    words: dict[str, Any] = {}
+    if getattr(param, "is_flag", False):
+        words = {"metavar": "", "secondary_opts": []}
     if isinstance(param, TyperArgument):
         words = {"display_type_rich": lambda ctx: None}
     found = copy.copy(param)
@@ -223,104 +224,85 @@ def completer(kind: str) -> Callable[[str], list[str]]:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-# words of options without a metavar
-_VALUES: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
 def option(help: str, *names: str, metavar: str = "") -> Any:
     """Declare an option of one command, with its help, its names, and a word for its value; a switch has none."""
     return typer.Option(*names, help=help, metavar=metavar)
 
 
 def shared(name: str) -> Any:
-    """Declare an option that is a field of Request, for a command without panels."""
+    """Declare an option that is a field of Options, for a command without panels."""
     return _declared(next(one for one in parameters("run") if one.name == name), None)
 
 
 def _declared(parameter: Parameter, panel: str | None) -> Any:
     option = parameter.option
-    words = [_VALUES[kind] for kind in parameter.types if kind in _VALUES]
-    shown: dict[str, Any] = {"metavar": parameter.metavar or (words or [""])[0], "help": parameter.help}
+    help = parameter.help
+    if isinstance(parameter.default, str | int) and not isinstance(parameter.default, bool):
+        help = f"{help.removesuffix('.')}; default: {parameter.default}."
+    shown: dict[str, Any] = {"metavar": parameter.metavar, "help": help}
     if option.complete:
         shown["autocompletion"] = completer(option.complete)
     if option.is_argument:
         return typer.Argument(**shown)
-    flags = option.flags or (flag_of(parameter.name),)
+    flags = [flag_of(parameter.name)]
+    if parameter.default is False and panel is not None:
+        flags = [f"{flags[0]}/{_off_flag(flags[0])}"]  # the second turns off a switch of a job file
+    if option.short:
+        flags.append(option.short)
     return typer.Option(*flags, rich_help_panel=panel, envvar=option.variable, show_envvar=False, **shown)
 
 
+def _off_flag(flag: str) -> str:
+    """Return the flag that turns off a switch: `--no-force`, and `--references` against `--no-references`."""
+    name = flag.removeprefix("--")
+    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
+
+
 def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
-    """Return a typer command for a function of a Request. Its options are the fields for the function's name."""
+    """Return a typer command for a function of a Request. Its options are the fields for the function's name.
+
+    Options have no default here, so that every value was typed, or set by a variable. All are texts, lists of texts or switches,
+    which the Request converts.
+    """
     name = command.__name__
 
     def call(ctx: typer.Context, **values: Any) -> None:
         load_numpy()
         os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
-        typed = {one for one in values if getattr(ctx.get_parameter_source(one), "name", "") in _TYPED}
-        for one in switches:
-            if values.pop(_off(one)):
-                if values[one] and one in typed:
-                    raise UserError(f"{flag_of(one)} and {_off_flag(one)} contradict each other. Remove one of them.")
-                values[one], typed = False, {*typed, one}
-        values = {one: value for one, value in values.items() if value is not None}
-        request = Request(**_with_job_file(name, values, typed))
+        typed = {one: value for one, value in values.items() if value is not None and value != []}
+        request = request_from(_with_job_file(name, typed), flag_of)
         with ExitStack() as alone:
             logs = ctx.obj if isinstance(ctx.obj, ExitStack) else alone  # `main`'s, which logs its errors, too
             logs.enter_context(logging_to(request.log_file))
             command(request)
 
-    switches = [one.name for one in parameters(name) if one.default is False]
-    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    found = [context]
+    found = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for one in parameters(name):
-        kind = str if str in one.types else one.types[0]  # texts with a number are parsed later
-        default = inspect.Parameter.empty if one.default is MISSING else one.default
-        annotation: Any = Annotated[kind if default is not None else kind | None, _declared(one, one.panel.value)]
-        found.append(
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-    for switch in switches:
-        hidden: Any = Annotated[bool, typer.Option(_off_flag(switch), hidden=True)]
-        found.append(inspect.Parameter(_off(switch), inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hidden))
+        kind = type(one.default) if isinstance(one.default, bool | list) else str
+        annotation: Any = Annotated[(list[str] if kind is list else kind) | None, _declared(one, one.panel.value)]
+        found.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     call.__name__, call.__doc__ = name, command.__doc__
     call.__annotations__ = {one.name: one.annotation for one in found}
     vars(call)["__signature__"] = inspect.Signature(found)
     return call
 
 
-def _off(switch: str) -> str:
-    """Return the parameter that turns off a switch of a job file."""
-    return f"not_{switch}"
-
-
-def _off_flag(switch: str) -> str:
-    """Return the flag that turns off a switch: `--no-force`, and `--references` against `--no-references`."""
-    name = flag_of(switch).removeprefix("--")
-    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
-
-
-_TYPED = ("COMMANDLINE", "ENVIRONMENT")  # sources of values that override a job file
-
-
-def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dict[str, Any]:
-    """Return a command's values with those of the job file that its first word names, if it names one.
-
-    Args:
-        values: by field of Request.
-        typed: fields that the command line or the environment sets.
+def _with_job_file(command: str, typed: dict[str, Any]) -> dict[str, Any]:
+    """Return a command's typed values, and those of the job file that its first word names, if it names one.
 
     Raises:
         UserError: the file is wrong, or the command takes no words besides it.
     """
-    words = list(values.get("script", ()))
+    words = typed.pop("script", [])
     found: dict[str, Any] = {}
     if words and words[0].lower().endswith((".yaml", ".yml", ".json")):  # the others need no import
         from autotune.commands.job_file import is_job_file, read_job
 
         if is_job_file(words[0]):
             path, words = Path(words[0]), words[1:]
-            found = read_job(path, command, typed - {"script"} | ({"script"} if words else set()), print_line)
-            if command == "launch" and "script" in found and not {"study", "model"} & {*values, *found}:
+            given = {*typed, "script"} if words else {*typed}
+            found = read_job(path, command, given, print_line)
+            if command == "launch" and "script" in found and not {"study", "model"} & {*typed, *found}:
                 raise UserError(f"{path} names no study. Add `study: NAME` to it, or `model: NAME`.")
     if command == "plan":
         if words:
@@ -328,7 +310,7 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
         found.pop("script", None)
     elif words:
         found["script"] = words
-    return {**values, "script": [], **found}
+    return {**found, **typed}
 
 
 Json = Annotated[bool, shared("as_json")]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING
+from collections.abc import Callable, Collection, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import yaml
 
 from autotune.commands.removed import removed
-from autotune.commands.request import COMMANDS, Parameter, Request, check_value, convert, flag_of, parameters
+from autotune.commands.request import COMMANDS, Options, Parameter, Request, flag_of, parameters, request_from
 from autotune.errors import UserError, did_you_mean
 from autotune.masking import MASK, learn_data, masked_data
 from autotune.problem.space import compose_yaml, parse_space
@@ -31,10 +30,7 @@ _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
 
 def options_in_files(command: str) -> dict[str, Parameter]:
     """Return the options that a job file may have for a command, by flag without dashes; `script`: the words after `--`."""
-    return {
-        one.name if one.option.is_argument else flag_of(one.name).removeprefix("--"): one
-        for one in parameters(command, in_file=True)
-    }
+    return {flag_of(one.name).removeprefix("--"): one for one in parameters(command, in_file=True)}
 
 
 def is_job_file(word: str) -> bool:
@@ -46,7 +42,7 @@ def is_job_file(word: str) -> bool:
 
 
 def read_job(path: Path, command: str, given: Collection[str], print_line: Callable[[str], None]) -> dict[str, Any]:
-    """Return the values of a job file for a command, by field of Request.
+    """Return the values of a job file for a command, by field of Options.
 
     Args:
         command: `run`, `plan` or `launch`. Options of the others are left out, with one line.
@@ -58,34 +54,46 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     """
     text = read_text(path, f"job file {path}", _EXPECTED)
     node = _compose(text.replace("\t", "  ") if path.suffix == ".json" else text, path)  # tabs indent JSON, not YAML
-    known = options_in_files(command)
-    others = {name for one in COMMANDS for name in options_in_files(one)} - known.keys()
+    own, every = (
+        options_in_files(command),
+        {name: one for each in COMMANDS for name, one in options_in_files(each).items()},
+    )
+    spellings = {spelling: name for name, one in every.items() for spelling in (name, one.name.replace("_", "-"))}
     values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     unused: list[str] = []
     for key, value in _items(node, path):
-        name, where = str(key.value).replace("_", "-"), f"{path}:{key.start_mark.line + 1}"
-        if name in others:
-            unused.append(name)
-        elif name not in known:
-            problem = removed(f"--{name}") or f"unknown option {_kind(key)}{_meant(str(key.value), known)}"
+        where, typed = f"{path}:{key.start_mark.line + 1}", str(key.value).replace("_", "-")
+        name = spellings.get(typed, typed)
+        if name not in every:
+            problem = removed(f"--{name}") or f"unknown option {_kind(key)}{did_you_mean(name, own)}"
             raise UserError(f"{where}: {problem}")
-        elif value.tag != "tag:yaml.org,2002:null":
-            parameter = known[name]
-            if parameter.name not in given:
-                values[parameter.name] = found = _value(parameter, value, f"{where}: {name}", path)
-                if parameter.option.is_code and found:
-                    raise UserError(
-                        f"{where}: a job file supplies no code. Add {_as_typed(name, found)} to the command line."
-                    )
+        field = every[name].name
+        if name not in own:
+            unused.append(name)
+        elif field not in given:
+            places[field] = f"{where}: {name}"
+            values[field] = _value(value, places[field], path)
+    values = {name: value for name, value in values.items() if value is not None}
     learn_data(values)
+    request = request_from(values, places.__getitem__)
+    for name in values:
+        option, found = own[flag_of(name).removeprefix("--")].option, getattr(request, name)
+        if MASK in str(found):
+            raise UserError(
+                f"{places[name]}: {MASK} stands for a secret, which no file keeps. Type {flag_of(name)} again."
+            )
+        if option.is_code and found:
+            line = places[name].rpartition(": ")[0]
+            raise UserError(f"{line}: a job file supplies no code. Add {_as_typed(name, found)} to the command line.")
     if unused:
         print_line(f"{path}: {command} does not use {', '.join(unused)}")
-    return values
+    return {name: getattr(request, name) for name in values}
 
 
-def _as_typed(name: str, value: Any) -> str:
+def _as_typed(field: str, value: Any) -> str:
     """Return an option as words of a command line."""
-    return f"--{name}" if value is True else shlex.join([f"--{name}", str(value)])
+    return flag_of(field) if value is True else shlex.join([flag_of(field), str(value)])
 
 
 def _compose(text: str, path: Path) -> yaml.MappingNode:
@@ -130,55 +138,28 @@ def _items(node: yaml.MappingNode, path: Path) -> Iterator[tuple[yaml.ScalarNode
     yield from merged.values()
 
 
-def _meant(key: str, known: Mapping[str, Parameter]) -> str:
-    """Return a hint for an unknown key: the option of that field of the Python API, or the nearest names."""
-    of_python = [name for name, one in known.items() if one.name == key.replace("-", "_")]
-    return f"; did you mean {of_python[0]}?" if of_python else did_you_mean(key.replace("_", "-"), known)
+class _Texts(yaml.SafeLoader):
+    """Loader that keeps numbers, switches and dates as the texts that the command line would have."""
+
+    yaml_constructors = yaml.SafeLoader.yaml_constructors | dict.fromkeys(
+        [f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "timestamp")],
+        yaml.SafeLoader.construct_yaml_str,
+    )
 
 
-def _value(parameter: Parameter, node: yaml.Node, where: str, path: Path) -> Any:
-    """Return the value of a node for an option.
+def _value(node: yaml.Node, where: str, path: Path) -> Any:
+    """Return the data of an option.
 
     Raises:
-        UserError: the option cannot have it, or it is masked.
+        UserError: it is no plain data, or no search space.
     """
-    if dict in parameter.types and isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.MappingNode):
         parse_space("", str(path), node)  # errors have the job file's lines
         return {"name": path.stem, **yaml.SafeLoader("").construct_document(node)}
-    value: Any
-    if node.tag not in yaml.SafeLoader.yaml_constructors:
-        raise UserError(f"{where}: YAML's tag {node.tag} has no meaning here. Remove it.")
-    if bool in parameter.types and node.tag != "tag:yaml.org,2002:bool":
-        raise UserError(f"{where}: expected true or false, found {_kind(node)}")
-    if isinstance(node, yaml.ScalarNode):
-        value = yaml.SafeLoader("").construct_yaml_bool(node) if bool in parameter.types else str(node.value)
-    elif isinstance(node, yaml.SequenceNode) and list[str] in parameter.types:
-        if bad := [one for one in node.value if not isinstance(one, yaml.ScalarNode)]:
-            raise UserError(f"{where}: expected a list of words, found {_kind(bad[0])} in it")
-        value = [str(one.value) for one in node.value]
-    else:
-        raise UserError(f"{where}: expected {_expected(parameter)}, found {_kind(node)}")
-    texts = value if isinstance(value, list) else [value]
-    if any(isinstance(one, str) and MASK in one for one in texts):
-        how = "after `--`" if parameter.option.is_argument else f"with {flag_of(parameter.name)}"
-        variable = f" or ${parameter.option.variable}" if parameter.option.variable else ""
-        raise UserError(f"{where}: {MASK} stands for a secret, which no file keeps. Give it again {how}{variable}.")
-    if parameter.option.is_argument and isinstance(value, str):
-        try:
-            value = shlex.split(value.replace("\\\n", " "))
-        except ValueError as error:
-            raise UserError(f"{where}: not a command ({str(error).lower()})") from None
-    elif list[str] in parameter.types and isinstance(value, str):
-        value = [value]
-    found = convert(where, value, parameter.types)
-    check_value(parameter.name, found, where)
-    return found
-
-
-def _expected(parameter: Parameter) -> str:
-    if dict in parameter.types:
-        return "a name, a file or a mapping"
-    return "a list of words or a text" if list[str] in parameter.types else "a text or a number"
+    try:
+        return _Texts("").construct_document(node)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: {getattr(error, 'problem', error)}") from None
 
 
 def _kind(node: yaml.Node) -> str:
@@ -194,17 +175,16 @@ COMMAND_FILE = "command.yaml"  # in a study's folder
 
 def job_text(request: Request, command: str) -> str:
     """Return a job file that repeats a request, with secrets masked."""
-    options: dict[str, Any] = {}
-    defaults = Request()
-    for name, one in options_in_files(command).items():
-        value = getattr(request, one.name)
-        if value not in (None, getattr(defaults, one.name)):
-            options[name] = str(value) if isinstance(value, Path) else value
-    text = yaml.safe_dump(masked_data(options), sort_keys=False, allow_unicode=True, width=120) if options else "{}\n"
+    own = options_in_files(command)
+    options = request.model_dump(mode="json", exclude_defaults=True, include={one.name for one in own.values()})
+    code = [
+        _as_typed(one.name, options[one.name]) for one in own.values() if one.option.is_code and one.name in options
+    ]
+    data = {name: options[one.name] for name, one in own.items() if one.name in options}
+    text = yaml.safe_dump(masked_data(data), sort_keys=False, allow_unicode=True, width=120)
     head = f"# yaml-language-server: $schema={schema_path()}\n"
     typed = f"# written by `{' '.join(request.command.split())}`\n" if request.command else ""
-    code = [name for name in options if options_in_files(command)[name].option.is_code]
-    words = " ".join([f"autotune {command}", *(_as_typed(name, options[name]) for name in code)])
+    words = " ".join([f"autotune {command}", *code])
     folder = f"# repeat it with `{words}` and this file, from {Path.cwd()}, where relative paths start\n"
     return head + typed + folder + text
 
@@ -212,15 +192,6 @@ def job_text(request: Request, command: str) -> str:
 # -- schema --------------------------------------------------------------------------------------------------------------
 
 SCHEMA = "job.schema.json"  # in the package's data
-_JSON_TYPES: dict[Any, list[str]] = {
-    str: ["string", "number"],  # `budget: 600`
-    Path: ["string"],
-    int: ["integer"],
-    float: ["number"],
-    bool: ["boolean"],
-    list[str]: ["array", "string"],
-    dict: ["object"],
-}
 
 
 def schema_path() -> Path:
@@ -228,37 +199,9 @@ def schema_path() -> Path:
     return Path(str(resources.files("autotune") / "data" / SCHEMA))
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of job files for all commands."""
-    options = [(name, command, one) for command in COMMANDS for name, one in options_in_files(command).items()]
-    properties: dict[str, Any] = {}
-    for name, _, one in options:
-        known = [command for other, command, _ in options if other == name]
-        properties.setdefault(name, _property(one, f" ({', '.join(known)})" if len(known) < len(COMMANDS) else ""))
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Job file of autotune",
-        "description": "Options of `autotune run`, `plan` and `launch`; relative paths start from the current folder.",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": dict(sorted(properties.items())),
-    }
-
-
-def _property(parameter: Parameter, commands: str) -> dict[str, Any]:
-    types = [*dict.fromkeys(name for one in parameter.types for name in _JSON_TYPES[one])]
-    types = [one for one in types if (one, "number") != ("integer", types[-1])]  # numbers include whole ones
-    found: dict[str, Any] = {"type": types[0] if len(types) == 1 else types}
-    if "array" in types:
-        found["items"] = {"type": ["string", "number"]}
-    if parameter.default not in (None, MISSING, []):
-        found["default"] = parameter.default
-    return {**found, "description": f"{parameter.help}{commands}"}
-
-
 def schema_text() -> str:
     """Return the text of the shipped schema."""
-    return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(Options.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -400,7 +400,7 @@ def replayed(path: Path) -> Iterator[None]:
     table = load_replay_table(path)
 
     def setup_of(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> Setup:
-        stand_in = dataclasses.replace(request, model="tiny-llama", device="cpu", gpus=1)
+        stand_in = request.model_copy(update={"model": "tiny-llama", "device": "cpu", "gpus": 1})
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         job, hardware = table.job(interpreter), table.hardware(headroom)
         name = request.study or study_name(job, hardware)

@@ -35,7 +35,7 @@ def few_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
-    (plan,) = plans(Request("gemma-2-9b", 4), ["a100-80gb"])
+    (plan,) = plans(Request(model="gemma-2-9b", gpus=4), ["a100-80gb"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]
@@ -120,7 +120,7 @@ def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.
 
 @pytest.mark.slow
 def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None:
-    request = Request("llama-3.1-70b", 1, seq_len=65536, host_memory="64GiB")
+    request = Request(model="llama-3.1-70b", gpus=1, seq_len=65536, host_memory="64GiB")
     (plan,) = plans(request, ["a100-80gb"])
     assert not plan.best
     assert plan.closest is not None
@@ -161,7 +161,7 @@ def test_a_config_that_splits_the_model_over_ranks_is_refused(
 ) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config))
-    request = Request("tiny-llama", 4, ds_config=file)
+    request = Request(model="tiny-llama", gpus=4, ds_config=file)
     if said:
         with pytest.raises(UserError, match=re.escape(f"{file}: {said}")):
             plans(request, ["t4"])
@@ -202,7 +202,7 @@ def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(t
 def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Muon"}}')
     own = {"optimizer": "muon"} if by == "option" else {"ds_config": tmp_path / "ds.json"}
-    request = Request("tiny-llama", **own)  # type: ignore[arg-type]
+    request = Request(model="tiny-llama", **own)  # type: ignore[arg-type]
     assert plans(request, ["h100"])
     monkeypatch.setattr(type(OWN), "origin", lambda self, module: str(tmp_path / "deepspeed" / "__init__.py"))
     with pytest.raises(UserError, match="Muon is not an optimizer of the installed DeepSpeed"):
@@ -212,16 +212,14 @@ def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("request_", "names", "said"),
     [
-        (Request("gemma-2-2b", 4), ["rtx309"], "rtx3090"),
-        (Request("gemma-2-2b", -1), ["rtx3090"], "at least|between"),
-        (Request("gemma-2-2c", 4), ["rtx3090"], "gemma-2-2b"),
-        (Request("gemma-2-2b", 4), [None], "no GPU"),
-        (Request("gemma-2-2b", 4, nodes=0), ["rtx3090"], "--nodes 0: expected at least 1"),
-        (Request("gemma-2-2b", 8, nodes=4000), ["rtx3090"], "32000 GPUs, expected at most 4096"),
-        (Request("gemma-2-2b", 4, tokens="0"), ["rtx3090"], "--tokens 0: expected between"),
-        (Request("gemma-2-2b", 4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
-        (Request("gemma-2-2b", 4, host_memory="lots"), ["rtx3090"], "no size"),
-        (Request("gemma-2-2b", 4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),
+        (Request(model="gemma-2-2b", gpus=4), ["rtx309"], "rtx3090"),
+        (Request(model="gemma-2-2c", gpus=4), ["rtx3090"], "gemma-2-2b"),
+        (Request(model="gemma-2-2b", gpus=4), [None], "no GPU"),
+        (Request(model="gemma-2-2b", gpus=8, nodes=4000), ["rtx3090"], "32000 GPUs, expected at most 4096"),
+        (Request(model="gemma-2-2b", gpus=4, tokens="0"), ["rtx3090"], "--tokens 0: expected between"),
+        (Request(model="gemma-2-2b", gpus=4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
+        (Request(model="gemma-2-2b", gpus=4, host_memory="lots"), ["rtx3090"], "no size"),
+        (Request(model="gemma-2-2b", gpus=4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),
     ],
 )
 def test_bad_input_is_said_in_one_line(request_: Request, names: list[str | None], said: str) -> None:
@@ -243,7 +241,9 @@ def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
 
 @pytest.mark.slow
 def test_gpus_are_counted_in_each_node() -> None:
-    one, two = (plans(Request("llama-3.2-1b", 4, nodes=nodes, seq_len=2048), ["a100"])[0] for nodes in (1, 2))
+    one, two = (
+        plans(Request(model="llama-3.2-1b", gpus=4, nodes=nodes, seq_len=2048), ["a100"])[0] for nodes in (1, 2)
+    )
     assert (one.hardware.count, two.hardware.count, two.hardware.nodes, two.job.ranks) == (4, 8, 2, 8)
     assert one.hardware.host_memory_bytes == two.hardware.host_memory_bytes  # of one node
     assert two.best[0].samples_per_second > one.best[0].samples_per_second
@@ -251,7 +251,7 @@ def test_gpus_are_counted_in_each_node() -> None:
 
 @pytest.mark.slow
 def test_the_fewest_gpus_are_exactly_those() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=2048), ["a100"])
+    (plan,) = plans(Request(model="llama-3.1-8b", gpus=8, seq_len=2048), ["a100"])
     assert plan.own is not None
     fewest = plan.own.fewest
     assert fewest is not None
@@ -263,8 +263,8 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
     other = dataclasses.replace(plan.job, global_batch_size=8 * batch)
     assert f"; global batch {batch})" in fewest_gpus(plan.own, other), "it could not be split over so many"
     assert "global batch" not in fewest_gpus(plan.own, fewest.job)
-    (exact,) = plans(Request("llama-3.1-8b", count, seq_len=2048), ["a100"])
-    (fewer,) = plans(Request("llama-3.1-8b", count - 1, seq_len=2048), ["a100"])
+    (exact,) = plans(Request(model="llama-3.1-8b", gpus=count, seq_len=2048), ["a100"])
+    (fewer,) = plans(Request(model="llama-3.1-8b", gpus=count - 1, seq_len=2048), ["a100"])
     assert any(not one.host_bytes for one in exact.best)
     assert all(one.host_bytes for one in fewer.best)
     offloading = plan.own.fewest_offloading
@@ -276,7 +276,7 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
 
 @pytest.mark.slow
 def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048), ["rtx4090"])
+    (plan,) = plans(Request(model="llama-3.1-8b", gpus=4, seq_len=2048), ["rtx4090"])
     assert plan.own is not None
     fewest = plan.own.fewest
     assert fewest is not None
@@ -286,7 +286,7 @@ def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
 
 @pytest.mark.slow
 def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=2048, global_batch_size=16), ["a100"])
+    (plan,) = plans(Request(model="llama-3.1-8b", gpus=8, seq_len=2048, global_batch_size=16), ["a100"])
     assert plan.own is not None
     for card in (plan.own, *plan.cards):
         for outlook in (card.fewest, card.fewest_offloading, card.best):
@@ -295,7 +295,7 @@ def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
 
 @pytest.mark.slow
 def test_cards_come_cheapest_first() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048, tokens="1B"), ["a100"])
+    (plan,) = plans(Request(model="llama-3.2-1b", gpus=2, seq_len=2048, tokens="1B"), ["a100"])
     priced = [card for card in plan.cards if card.best and card.best.usd is not None]
     quick = [card for card in priced if card.best and 3600 * card.best.hours <= LONGEST_SECONDS]
     assert priced[: len(quick)] == quick, "the others come last"
@@ -312,7 +312,7 @@ def test_cards_come_cheapest_first() -> None:
 @pytest.mark.slow
 def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
     free, typed = (
-        plans(Request("llama-3.2-1b", 1, seq_len=2048, precision=precision), ["a100"])[0]
+        plans(Request(model="llama-3.2-1b", gpus=1, seq_len=2048, precision=precision), ["a100"])[0]
         for precision in (None, "bf16")
     )
     speed = [
@@ -324,7 +324,9 @@ def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
 
 @pytest.mark.slow
 def test_your_own_memory_counts() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048, host_memory="1TiB", memory_cap="20GiB"), ["a100"])
+    (plan,) = plans(
+        Request(model="llama-3.2-1b", gpus=2, seq_len=2048, host_memory="1TiB", memory_cap="20GiB"), ["a100"]
+    )
     assert not plan.host_assumed
     assert plan.hardware.host_memory_bytes == 2**40
     assert all(one.peak_bytes <= 20 * 2**30 for one in plan.best)
@@ -335,7 +337,7 @@ def test_your_own_memory_counts() -> None:
 
 
 def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
-    both = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["rtx4090", "a100"])
+    both = plans(Request(model="llama-3.2-1b", gpus=2, seq_len=2048), ["rtx4090", "a100"])
     assert len(both) == 2
     for plan in both:
         assert plan.outlook is not None

@@ -12,7 +12,7 @@ import pytest
 
 import autotune
 from autotune.cli.app import parser
-from autotune.commands.request import Request, parameters
+from autotune.commands.request import parameters
 from autotune.errors import UserError
 from tests.cli_call import call
 
@@ -101,9 +101,16 @@ def test_python_converts_or_refuses_a_value_of_each_option(
 
 
 @pytest.mark.parametrize(
-    ("flag", "request_"),
-    [("--map", {"maps": ["a\0b"]}), ("--attn", {"attention": "\0"}), ("--export", {"exports": ["\0"]})],
+    ("words", "said"),
+    [
+        (("--map", "x" * 65_537), "--map: expected at most 65536 characters, found 65537"),
+        (("--gpus", "four"), "--gpus: expected a valid integer, found four"),
+        (("--seed", "-1"), "--seed: expected at least 0, found -1"),
+        (("--max-trials", "0"), "--max-trials: expected at least 1, found 0"),
+    ],
 )
-def test_messages_name_the_flag_and_not_the_field(flag: str, request_: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"^{flag}: "):
-        Request(**request_)
+def test_a_wrong_value_is_one_line_with_its_flag(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(monkeypatch, capsys, "run", *words)
+    assert (code, err) == (2, f"autotune: {said}\n")

@@ -15,14 +15,11 @@ TABLE = Path(__file__).parent.parent / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 REPLAY = ("--study", "s", "--budget", "4m", "--max-trials", "4", "--yes")
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, -(2**70)])
-def test_a_seed_that_no_generator_takes(seed: int) -> None:
-    with pytest.raises(UserError, match=r"--seed.*: expected a whole number"):
-        run_setup(Request("tiny-llama", 1, device="cpu", study="s", seed=seed))
-
-
 def test_the_last_seed_there_is() -> None:
-    assert run_setup(Request("tiny-llama", 1, device="cpu", study="s", seed=2**32 - 1)).request.seed == 2**32 - 1
+    assert (
+        run_setup(Request(model="tiny-llama", gpus=1, device="cpu", study="s", seed=2**32 - 1)).request.seed
+        == 2**32 - 1
+    )
 
 
 def test_where_a_winner_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +59,7 @@ def test_a_file_that_became_a_folder_costs_no_winner(
 def test_the_batch_of_the_own_config_is_kept_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = Path("ds.json")
-    request = Request("tiny-llama", 2, device="cpu", ds_config=own, study="s")
+    request = Request(model="tiny-llama", gpus=2, device="cpu", ds_config=own, study="s")
     own.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}))
     setup = run_setup(request)
     assert setup.job.global_batch_size == 64
@@ -88,9 +85,9 @@ def test_the_batch_of_the_own_config_is_kept_and_said(tmp_path: Path, monkeypatc
 def test_a_bare_number_is_no_memory(text: str) -> None:
     for option in ("memory_cap", "host_memory"):
         with pytest.raises(UserError, match=r"bytes; did you mean|no size|not possible"):
-            plan_setups(Request("tiny-llama", 2, **{option: text}), ["rtx3090"])  # type: ignore[arg-type]
+            plan_setups(Request(model="tiny-llama", gpus=2, **{option: text}), ["rtx3090"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["24GiB", "34359738368", "32768MiB"])
 def test_a_memory_is_one(text: str) -> None:
-    assert plan_setups(Request("tiny-llama", 2, host_memory=text), ["rtx3090"])
+    assert plan_setups(Request(model="tiny-llama", gpus=2, host_memory=text), ["rtx3090"])

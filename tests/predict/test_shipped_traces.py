@@ -75,7 +75,7 @@ interpreter.Interpreter.version = lambda self, name: None if name in ("torch", "
 sys.modules["torch"] = sys.modules["transformers"] = None
 from autotune.commands.plan import plans
 from autotune.commands.request import Request
-(plan,) = plans(Request("llama-3.1-8b", 8), ["h100"])
+(plan,) = plans(Request(model="llama-3.1-8b", gpus=8), ["h100"])
 print(plan.best[0].exact, plan.note)
 """
     environment = {**os.environ, "AUTOTUNE_CACHE": str(tmp_path)}

@@ -61,7 +61,7 @@ def test_what_is_shown() -> None:
 @pytest.fixture(scope="module")
 def whole() -> Plan:
     """A plan with everything in it: several nodes, offload, a global batch, tokens."""
-    request = Request("llama-3.2-1b", 2, seq_len=2048, nodes=2, tokens="2B", global_batch_size=64)
+    request = Request(model="llama-3.2-1b", gpus=2, seq_len=2048, nodes=2, tokens="2B", global_batch_size=64)
     (plan,) = plans(request, ["rtx4090"])
     return plan
 
@@ -136,7 +136,7 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(plan_command, "gpu_table", lambda: few)
     space = tmp_path / "without-offload.yaml"
     space.write_text("knobs: {zero_stage: [2, 3], train_micro_batch_size_per_gpu: [1, 2]}")
-    (plan,) = plans(Request("llama-3.1-8b", 1, space=space), ["rtx3060"])
+    (plan,) = plans(Request(model="llama-3.1-8b", gpus=1, space=space), ["rtx3060"])
     assert plan.outlook is None
     text = " ".join(shown(plan).split())
     assert "nothing of the space is predicted to fit" in text
@@ -174,7 +174,7 @@ def test_no_cell_of_a_table_is_cut_off(width: int) -> None:
 
 @pytest.mark.slow
 def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
-    (plan,) = plans(Request("qwen3-0.6b", 1, seq_len=4096, global_batch_size=8), ["rtx3090"])
+    (plan,) = plans(Request(model="qwen3-0.6b", gpus=1, seq_len=4096, global_batch_size=8), ["rtx3090"])
     chunked, answer = plan.chunked, plan.best[0]
     assert chunked is not None
     assert answer.memory["logits and loss"] == pytest.approx(
@@ -194,7 +194,8 @@ def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
 @pytest.mark.slow
 def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     few, many = (
-        plans(Request("llama-3.1-8b", gpus, seq_len=2048, host_memory="128GiB"), ["a100-80gb"])[0] for gpus in (2, 8)
+        plans(Request(model="llama-3.1-8b", gpus=gpus, seq_len=2048, host_memory="128GiB"), ["a100-80gb"])[0]
+        for gpus in (2, 8)
     )
     weights = 2 * 8.03e9
     assert few.loading_bytes == pytest.approx(2 * weights + 4 * 2**30, rel=0.01)  # 4 GiB for the processes
