@@ -10,7 +10,6 @@ A table is `NAME.csv.gz` (or `NAME.csv`) with one row per candidate: its knobs, 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import gzip
 import io
 import json
@@ -19,7 +18,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,7 +84,7 @@ class ReplayTable:
         """Return the job that the table was recorded for, in this interpreter."""
         facts = self.facts
         if "job" in facts:
-            return dataclasses.replace(recorded_job(facts["job"]), interpreter=interpreter)
+            return replace(recorded_job(facts["job"]), interpreter=interpreter)
         config, name = facts.get("model_config"), str(facts["model"])
         if isinstance(config, dict):
             model = ModelSpec(name, config, "the table's JSON")
@@ -336,7 +335,7 @@ class ReplaySession(Session):
         """End the session `seconds` after the trial's start, and return its outcome."""
         self._executor.advance(seconds)
         self.alive = False
-        return dataclasses.replace(outcome, seconds=seconds, outside_seconds=seconds)
+        return replace(outcome, seconds=seconds, outside_seconds=seconds)
 
     def _failed(self, row: Row) -> Outcome:
         missing = None
@@ -404,7 +403,7 @@ def replayed(path: Path) -> Iterator[None]:
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         job, hardware = table.job(interpreter), table.hardware(headroom)
         name = request.study or study_name(job, hardware)
-        return dataclasses.replace(
+        return replace(
             run_setup(stand_in, nodes, interpreter),
             job=job,
             hardware=hardware,
