@@ -14,7 +14,7 @@ from autotune.results.report.build import study_report, without_secrets
 from autotune.results.report.html import study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
-from autotune.search.trials import VERIFY, Record, without_garbage_collection
+from autotune.search.trials import VERIFY, Record
 from autotune.util.units import counted
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
-@without_garbage_collection()
 def report_study(study: str, storage: str | None, out: Path | None) -> Path:
     """Write the page of a study to `out`, or as `NAME.html` into the study's folder, and return its path.
 

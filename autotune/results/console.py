@@ -63,7 +63,7 @@ from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, without_garbage_collection
+from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes
 from autotune.util.interpreter import launch_command
 from autotune.util.streams import LOG, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
@@ -326,7 +326,6 @@ def record_json(record: Record) -> dict[str, Any]:
     }
 
 
-@without_garbage_collection()
 def show_study(store: StudyStore, out: Console) -> None:
     """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
     records, calls, facts = store.records(), store.calls(), store.facts()

@@ -34,7 +34,6 @@ from sqlalchemy.schema import CreateTable
 
 from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, password_in, without_secrets
-from autotune.search.trial_rows import RowStorage
 from autotune.util.bounds import MOST_BYTES, bounded_bytes
 from autotune.util.file_systems import file_system_of
 from autotune.util.files import cannot_write, disk_fails
@@ -52,7 +51,6 @@ BUSY_SECONDS = 60.0  # seconds; SQLite waits for another process's write, then t
 _DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's messages
 # first bytes of a rollback journal, and also its last bytes if it names a super-journal
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-_CACHE_KIB = 256  # pages of a database in memory; SQLite's 2000 make a tuner grow by 4 KiB a trial until they are full
 _FOUNDERS = 4  # tuners that may create the tables of a new database at once
 
 
@@ -157,7 +155,7 @@ def _database(url: str) -> optuna.storages.RDBStorage:
             if is_server(url):
                 return ServerStorage(url)
             connecting = {"timeout": BUSY_SECONDS, "factory": _BoundedConnection}
-            return RowStorage(
+            return optuna.storages.RDBStorage(
                 _as_template(url), engine_kwargs={"connect_args": connecting} if "sqlite" in url else None
             )
         except (IntegrityError, ProgrammingError, OperationalError) as error:
@@ -174,13 +172,12 @@ def _as_template(url: str) -> str:
 
 
 class _BoundedConnection(sqlite3.Connection):
-    """Connection to SQLite with a small cache of pages, values of bounded length, and a schema that calls nothing."""
+    """Connection to SQLite with values of bounded length, and a schema that calls nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         self.execute("PRAGMA trusted_schema = OFF")
-        self.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
 
 
 def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:
@@ -522,7 +519,7 @@ def _again(method: Any) -> Any:
     return patient
 
 
-class ServerStorage(RowStorage):
+class ServerStorage(optuna.storages.RDBStorage):
     """Optuna's storage in a server that may become unavailable after the first connection.
 
     Args:
@@ -579,8 +576,7 @@ class ServerStorage(RowStorage):
     set_trial_intermediate_value = _again(optuna.storages.RDBStorage.set_trial_intermediate_value)
     set_trial_state_values = _again(optuna.storages.RDBStorage.set_trial_state_values)
     get_trial = _again(optuna.storages.RDBStorage.get_trial)
-    _get_trials = _again(RowStorage._get_trials)
-    _read_block = _again(RowStorage._read_block)
+    _get_trials = _again(optuna.storages.RDBStorage._get_trials)
     _get_best_trial_id = _again(optuna.storages.RDBStorage._get_best_trial_id)
 
 

@@ -53,7 +53,6 @@ from autotune.search.trials import (
     set_attribute,
     store_outcome,
     withdraw,
-    without_garbage_collection,
 )
 from autotune.util.interpreter import OWN, Interpreter, other_python
 
@@ -290,8 +289,7 @@ class StudyStore:
 
     def records(self) -> list[Record]:
         """Return all trials in order."""
-        with without_garbage_collection():
-            each = [self._record(trial) for trial in self.study.get_trials(deepcopy=False)]
+        each = [self._record(trial) for trial in self.study.get_trials(deepcopy=False)]
         return [record for record in each if record is not None]
 
     def _record(self, trial: FrozenTrial) -> Record | None:

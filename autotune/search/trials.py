@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import gc
 import hashlib
 import itertools
 import json
@@ -263,21 +262,6 @@ def record_of(trial: FrozenTrial, *, claims: bool = False) -> Record | None:
         trial.user_attrs.get(TUNER),
         str(trial.user_attrs.get("started", "")),
     )
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection while thousands of trials are read.
-
-    Reading creates about a million objects that are all kept. Repeated scans by the collector double the time.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 # -- distributions -----------------------------------------------------------------------------------------------------

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import optuna
 import pytest
-from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password
 from autotune.problem.hardware import detect
 from autotune.problem.space import load_space
-from autotune.search.storage import _CACHE_KIB, default_storage, failures_in_one_line, make_study_folder, open_storage
+from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
-from autotune.search.trial_rows import RowStorage
 from tests.cli_call import call
 from tests.conftest import make_job
 
@@ -180,11 +178,3 @@ def test_other_errors_are_left_as_they_are() -> None:
         raise PermissionError(errno.EPERM, "no")
     with pytest.raises(ValueError), failures_in_one_line():
         raise ValueError
-
-
-def test_a_database_in_memory_keeps_its_tables_and_a_small_cache() -> None:
-    storage = open_storage("sqlite:///:memory:")
-    optuna.create_study(storage=storage)
-    assert isinstance(storage, RowStorage)
-    with storage.engine.connect() as connection:
-        assert connection.execute(text("PRAGMA cache_size")).scalar() == -_CACHE_KIB

@@ -105,7 +105,7 @@ def test_braces_in_a_password_reach_the_driver(monkeypatch: pytest.MonkeyPatch) 
         raise ValueError("connection refused")
 
     url = "postgresql://joe:s{3}@host/db"
-    monkeypatch.setattr(storage.RowStorage, "__init__", fill)
+    monkeypatch.setattr(storage.optuna.storages.RDBStorage, "__init__", fill)
     monkeypatch.setattr(storage, "_with_driver", lambda url: (url, "psycopg"))
     with pytest.raises(UserError):
         open_storage(url)
