@@ -41,8 +41,7 @@ from autotune.results.output_files import secrets_note
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
-from autotune.search.concurrency import SearchWorkers, agree_on_memory
-from autotune.search.heartbeat import host_of
+from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_of
 from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import Proposer
 from autotune.search.storage import (
@@ -340,8 +339,8 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
         observer.print_line(
             f"study {store.name} goes on: {counted(len(done), 'trial')} in {format_duration(used)} so far{interrupted}"
         )
-        if others := store.tuners.others():
-            observer.print_line(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
+        if peers := store.peers():
+            observer.print_line(f"{len(peers)} more at it: {', '.join(map(host_of, peers))}")
     else:
         observer.print_line(f"study {store.name} is new")
 

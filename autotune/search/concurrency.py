@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import CARD_APART, MAIN_MEMORY_APART, Hardware
 from autotune.problem.outcome import Outcome
-from autotune.search.heartbeat import lives_here
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH, Record
 from autotune.util.units import format_bytes
@@ -150,7 +150,7 @@ class PeerTrials:
 
     def poll(self) -> list[tuple[Record, Outcome]]:
         """Return outcomes that peers stored since the last poll."""
-        if not self._store.tuners.shared:
+        if not self._store.shared:
             return []
         ended, self.running_elsewhere = self._store.news(self.known)
         self.known.update(record.number for record in ended)
@@ -170,6 +170,11 @@ class PeerTrials:
 # An OOM of one tuner excludes candidates for all peers, while each tuner chooses the winner under its own ceiling.
 
 
+def host_of(tuner: str) -> str:
+    """Return the host in a tuner's name."""
+    return tuner.partition("/")[0]
+
+
 def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = False) -> None:
     """Check that this machine has the same memory as the peer tuners.
 
@@ -182,11 +187,11 @@ def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = Fals
     Raises:
         UserError: a candidate that fits on a peer may not fit here, or the reverse.
     """
-    others = store.tuners.others()
-    if not others:
+    peers = store.peers()
+    if not peers:
         store.note_hardware(hardware)
         return
-    unlike = unlike_memory(store.hardware, hardware, beside=any(map(lives_here, others)))
+    unlike = unlike_memory(store.hardware, hardware, beside=socket.gethostname() in map(host_of, peers))
     if unlike and not force:
         store.leave()
         raise UserError(

@@ -17,8 +17,11 @@ from typing import Any, NoReturn
 
 import optuna
 from filelock import BaseFileLock, SoftFileLease, Timeout, UnixFileLock
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.storages._rdb import models
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import TrialState
 from sqlalchemy import event
 from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
 from sqlalchemy.engine import URL, make_url
@@ -52,6 +55,17 @@ _DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's messages
 # first bytes of a rollback journal, and also its last bytes if it names a super-journal
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 _FOUNDERS = 4  # tuners that may create the tables of a new database at once
+AWAY_SECONDS = 60.0  # seconds; wait for a server that was reachable before
+HEARTBEAT_SECONDS = 10  # seconds between heartbeats of a running trial
+# A trial without a heartbeat is closed after the time that its tuner may wait for the database.
+_HEARTBEAT: dict[str, int] = {"heartbeat_interval": HEARTBEAT_SECONDS, "grace_period": int(AWAY_SECONDS)}
+
+
+def record_heartbeat(trial: optuna.Trial) -> None:
+    """Store a heartbeat of a running trial, without which peer tuners close it."""
+    storage = trial.study._storage
+    assert isinstance(storage, BaseHeartbeat)
+    storage.record_heartbeat(trial._trial_id)
 
 
 def stored_in(folder: Path) -> str | None:
@@ -155,9 +169,8 @@ def _database(url: str) -> optuna.storages.RDBStorage:
             if is_server(url):
                 return ServerStorage(url)
             connecting = {"timeout": BUSY_SECONDS, "factory": _BoundedConnection}
-            return optuna.storages.RDBStorage(
-                _as_template(url), engine_kwargs={"connect_args": connecting} if "sqlite" in url else None
-            )
+            engine = {"connect_args": connecting} if "sqlite" in url else None
+            return optuna.storages.RDBStorage(_as_template(url), engine_kwargs=engine, **_HEARTBEAT)
         except (IntegrityError, ProgrammingError, OperationalError) as error:
             # Another tuner creates the tables of a new database at the same time. PostgreSQL raises the first error.
             if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):
@@ -188,7 +201,7 @@ def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:
         if first[:1] not in (b"", b"{") or len(first) == MOST_BYTES:
             raise _unreadable(path, "journal", ValueError("its first line is no log"))
     try:
-        return optuna.storages.JournalStorage(JournalFile(path))
+        return Journal(JournalFile(path))
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, "journal", error) from None
 
@@ -270,7 +283,7 @@ def _check_schema(path: Path, schema: list[tuple[str, str, str, str | None]]) ->
     """
     own = {
         name: _schema_words(str(CreateTable(table).compile(dialect=sqlite_dialect())))
-        for name, table in optuna.storages._rdb.models.BaseModel.metadata.tables.items()
+        for name, table in models.BaseModel.metadata.tables.items()
     }
     index = {"create", "unique", "index", "on"}
     for kind, name, table, text in schema:
@@ -412,6 +425,27 @@ class JournalFile(JournalFileBackend):
             raise OSError(f"{self._path.name} is shorter than it was")
 
 
+class Journal(optuna.storages.JournalStorage, BaseHeartbeat):
+    """Journal with the heartbeat of Optuna's databases. It compares the clocks of the machines."""
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        """Store the time of a heartbeat."""
+        with suppress(UpdateFinishedTrialError):
+            self.set_trial_system_attr(trial_id, "heartbeat", time.time())
+
+    def _get_stale_trial_ids(self, study_id: int) -> list[int]:
+        running = self.get_all_trials(study_id, deepcopy=False, states=(TrialState.RUNNING,))
+        least = time.time() - _HEARTBEAT["grace_period"]
+        return [one._trial_id for one in running if one.system_attrs.get("heartbeat", least) < least]
+
+    def get_heartbeat_interval(self) -> int:
+        """Return the seconds between two heartbeats."""
+        return HEARTBEAT_SECONDS
+
+    def get_heartbeat_stale_trial_callback(self) -> None:
+        """Return no callback: a candidate without an outcome is proposed again."""
+
+
 @contextmanager
 def _failures() -> Iterator[None]:
     try:
@@ -445,7 +479,6 @@ def cut_torn_line(path: Path) -> None:
 # Connections are therefore tested before use. The storage waits for an unavailable server and repeats interrupted
 # operations.
 
-AWAY_SECONDS = 60.0  # seconds; wait for a server that was reachable before
 _TRIES = 4  # attempts at an interrupted operation
 _CONNECT_SECONDS = 10  # seconds until a host without an answer counts as unavailable
 _SILENT_MS = 20_000  # milliseconds without acknowledgement after which a connection is closed
@@ -535,7 +568,8 @@ class ServerStorage(optuna.storages.RDBStorage):
         self.print_line: Callable[[str], None] = lambda text: None
         self._patience_seconds = 0.0
         connecting = {key: value for key, value in _CONNECTING[driver].items() if f"{key}=" not in url}
-        super().__init__(_as_template(full), engine_kwargs={"pool_pre_ping": True, "connect_args": connecting})
+        engine = {"pool_pre_ping": True, "connect_args": connecting}
+        super().__init__(_as_template(full), engine_kwargs=engine, **_HEARTBEAT)
         self._patience_seconds = AWAY_SECONDS
         event.listen(self.engine, "do_connect", self._connect)
 

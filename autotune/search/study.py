@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import secrets
+import socket
+import threading
 import time
 import warnings
 from collections import Counter
@@ -24,27 +28,29 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
-from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
-from autotune.search.storage import DATABASES, ServerStorage, lock_study, open_storage, stored_in
+from autotune.search.storage import (
+    DATABASES,
+    HEARTBEAT_SECONDS,
+    ServerStorage,
+    lock_study,
+    open_storage,
+    record_heartbeat,
+    stored_in,
+)
 from autotune.search.trials import (
     ABANDONED,
-    CANDIDATE,
     NO_CALL,
+    OUTCOME,
     REFERENCE,
     RESUME,
     SEARCH,
-    TUNER,
     Call,
     MeasuredHere,
     Record,
-    abandoned_outcome,
     attributes,
     begin,
     best_shown,
-    came_first,
-    close,
-    found_running,
     kept_if_it_fails,
     now,
     outcomes_kept_in_folder,
@@ -52,6 +58,8 @@ from autotune.search.trials import (
     save_note,
     set_attribute,
     store_outcome,
+    tell,
+    with_second_deaths,
     withdraw,
 )
 from autotune.util.interpreter import OWN, Interpreter, other_python
@@ -87,7 +95,11 @@ class StudyStore:
         self._lock: Any = None
         self._callbacks = callbacks
         self._ended: dict[int, Record | None] = {}  # parsed once: trials that have ended never change
-        self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
+        self._open: dict[int, optuna.Trial] = {}  # of this tuner
+        self.tuner = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(3)}"  # a process may tune twice
+        self._heartbeat: threading.Thread | None = None
+        self._left = threading.Event()
+        self._seen: set[int] = set()  # running trials of peers
         self.measured_here = MeasuredHere()
         self._call: tuple[str, Call] | None = None  # this process's call, and the name of its attribute
         self.finished: Counter[str] = Counter()  # trials of this process by kind of outcome, the script's own run too
@@ -262,22 +274,43 @@ class StudyStore:
         """
         self._lock = lock_study(self.folder, self.name) if self.folder is not None else None
 
+    @property
+    def shared(self) -> bool:
+        """True if peer tuners may be active; otherwise this tuner holds the study alone."""
+        return self._heartbeat is not None
+
     def share(self, print_line: Callable[[str], None]) -> None:
         """Tune the study together with peer tuners until `leave`, instead of holding it.
 
         Args:
             print_line: receives lines for the user.
         """
-        self.tuners.join()
+        self._heartbeat = threading.Thread(target=self._keep_alive, name="autotune-heartbeat", daemon=True)
+        self._heartbeat.start()
         backend = getattr(self.study._storage, "_backend", None)  # behind Optuna's cache
         if isinstance(backend, ServerStorage):
             backend.print_line = print_line
 
     def leave(self) -> None:
         """End this tuner. Another tuner, also in this process, may then hold the study."""
-        self.tuners.leave()
+        self._left.set()
+        with suppress(
+            Exception
+        ):  # the error that ended the call is reported; without a heartbeat, a peer closes the trial
+            for number in list(self._open):
+                self._store(number, ABANDONED)
         if self._lock is not None:
             self._lock.release()
+
+    def _keep_alive(self) -> None:
+        while not self._left.wait(HEARTBEAT_SECONDS):
+            with suppress(Exception):  # the search reports an unavailable database
+                for trial in list(self._open.values()):
+                    record_heartbeat(trial)
+
+    def peers(self) -> list[str]:
+        """Return the tuners that run the trials of a shared study, without this one."""
+        return sorted({record.tuner for record in self.news(())[1] if record.tuner is not None})
 
     def _set(self, key: str, value: Any) -> None:
         set_attribute(self.study, key, value)
@@ -290,7 +323,7 @@ class StudyStore:
     def records(self) -> list[Record]:
         """Return all trials in order."""
         each = [self._record(trial) for trial in self.study.get_trials(deepcopy=False)]
-        return [record for record in each if record is not None]
+        return list(with_second_deaths(record for record in each if record is not None))
 
     def _record(self, trial: FrozenTrial) -> Record | None:
         if not trial.state.is_finished():
@@ -339,7 +372,11 @@ class StudyStore:
             space: the candidate's space; None if it has none.
             note: reason for the trial.
         """
-        return self._opened(begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me))
+        trial = begin(self.study, candidate, space, role=role, note=note, tuner=self.tuner)
+        self._open[trial.number] = trial
+        if self.shared:
+            record_heartbeat(trial)
+        return trial.number
 
     def claim(
         self, candidate: Candidate, space: SearchSpace, role: str, note: str = "", known: Container[int] = ()
@@ -350,18 +387,19 @@ class StudyStore:
             note: reason for the trial.
             known: numbers of trials that the caller has processed.
         """
-        if not self.tuners.shared:
-            return self.start(candidate, space, role, note)
-        trial = begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me, claim=True)
-        if came_first(self.study.get_trials(deepcopy=False), trial, candidate, role, known, self.tuners):
-            withdraw(self.study, trial)
-            return None
-        trial.set_user_attr(CANDIDATE, dict(candidate.knobs))
-        return self._opened(trial)
-
-    def _opened(self, trial: optuna.Trial) -> int:
-        self._open[trial.number] = trial
-        return trial.number
+        number = self.start(candidate, space, role, note)
+        earlier = self.records() if self.shared else []
+        for record in earlier:
+            if (
+                record.number >= number
+                or record.number in known
+                or (record.candidate, record.role) != (candidate, role)
+            ):
+                continue
+            if record.outcome is None or record.outcome.kind.is_attributable_to_candidate:
+                withdraw(self._open.pop(number))
+                return None
+        return number
 
     def finish(self, number: int, outcome: Outcome) -> None:
         """Store a trial's outcome.
@@ -375,9 +413,9 @@ class StudyStore:
         trial = self._open.pop(number)
         with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
             if not store_outcome(self.study, trial, outcome, self.hardware):
-                # A peer tuner closed the trial because this tuner's lease had expired. The outcome is stored as a new trial.
+                # A peer tuner closed the trial because it missed the heartbeats. The outcome is stored as a new trial.
                 was = next(record for record in self.records() if record.number == number)
-                trial = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
+                trial = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuner)
                 store_outcome(self.study, trial, outcome, self.hardware)
         for callback in self._callbacks:
             callback(self.study, self.study._storage.get_trial(trial._trial_id))
@@ -392,19 +430,26 @@ class StudyStore:
         return stored
 
     def close_interrupted(self) -> int:
-        """Close trials that dead tuners left running or waiting, as interrupted; return their number."""
-        left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
-        left = [trial for trial in left if trial.number not in self._open]
-        gone = [trial for trial in left if self.tuners.is_gone(trial.user_attrs.get(TUNER))]
-        before = found_running(self.records()) if gone else set()
-        closed = 0
-        for trial in gone:
-            record = record_of(trial)
-            died = trial.state is TrialState.RUNNING and self.tuners.died(trial.user_attrs.get(TUNER))
-            deadly = died and record is not None and (record.candidate, record.role) in before
-            outcome = abandoned_outcome(deadly) if died else ABANDONED
-            closed += close(self.study, trial, self.hardware, outcome) and record is not None
-        return closed
+        """Close trials that dead tuners left running, as interrupted; return their number.
+
+        Optuna closes those of a shared study without a heartbeat.
+        """
+        running = [one for one in self._running() if one.number not in self._open]
+        if not self.shared:
+            for trial in running:
+                stored = trial.user_attrs.get(OUTCOME)
+                outcome = ABANDONED if stored is None else Outcome.from_json(stored)
+                tell(self.study, optuna.Trial(self.study, trial._trial_id), outcome, self.hardware)
+            return sum(record_of(one) is not None and OUTCOME not in one.user_attrs for one in running)
+        for trial in running:
+            if trial.number not in self._seen:  # its tuner may have died before its first heartbeat
+                record_heartbeat(optuna.Trial(self.study, trial._trial_id))
+        self._seen.update(one.number for one in running)
+        optuna.storages.fail_stale_trials(self.study)
+        return len(running) - sum(one.number not in self._open for one in self._running())
+
+    def _running(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def news(self, known: Container[int]) -> tuple[list[Record], list[Record]]:
         """Return trials of peer tuners on a shared study, after closing trials of dead tuners.
@@ -416,18 +461,8 @@ class StudyStore:
             Ended trials, and running trials.
         """
         self.close_interrupted()
-        ended, running = [], []
-        for trial in self.study.get_trials(deepcopy=False):
-            if trial.number in known or trial.number in self._open or (record := record_of(trial, claims=True)) is None:
-                continue
-            if record.outcome is not None:
-                ended.append(record)
-            elif record.tuner != self.tuners.me:
-                running.append(record)
-            # the claim was stored although its connection broke before the confirmation, and it was then repeated
-            else:
-                withdraw(self.study, trial)
-        return ended, running
+        found = [one for one in self.records() if one.number not in known and one.number not in self._open]
+        return [one for one in found if one.outcome is not None], [one for one in found if one.outcome is None]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -436,7 +471,7 @@ class StudyStore:
 
         A single attribute for all calls would be rewritten, and grow, with every trial.
         """
-        key = f"{_CALL}{len(self.calls()):06d} {self.tuners.me}"  # the tuner's name keeps simultaneous calls apart
+        key = f"{_CALL}{len(self.calls()):06d} {self.tuner}"  # the tuner's name keeps simultaneous calls apart
         self._call = key, Call(now(), budget_seconds)
         self._set(key, vars(self._call[1]))
 
@@ -498,13 +533,8 @@ class StudyStore:
         Args:
             candidate: stage 0 stands for DDP, stage 3 for FSDP2.
         """
-        stored = {
-            "candidate": candidate.as_dict,
-            "outcome": outcome.to_json(),
-            "tuner": self.tuners.me,
-            "started": now(),
-        }
-        self._set(f"{_REFERENCE}{now()} {self.tuners.me} {candidate.stage}", stored)
+        stored = {"candidate": candidate.as_dict, "outcome": outcome.to_json(), "tuner": self.tuner, "started": now()}
+        self._set(f"{_REFERENCE}{now()} {self.tuner} {candidate.stage}", stored)
 
     @property
     def references(self) -> list[Record]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fcntl
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.knobs import KNOBS
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.heartbeat import Tuners
 from autotune.search.storage import open_storage
 from autotune.util.bounds import known_fields
 from autotune.util.files import write_atomically
@@ -37,24 +37,16 @@ _BEGINNERS = 8  # tuners with different spaces that may begin a study's first tr
 
 
 def begin(
-    study: optuna.Study,
-    candidate: Candidate,
-    space: SearchSpace | None,
-    *,
-    role: str,
-    note: str,
-    tuner: str,
-    claim: bool = False,
+    study: optuna.Study, candidate: Candidate, space: SearchSpace | None, *, role: str, note: str, tuner: str
 ) -> optuna.Trial:
     """Store in one step that a candidate is being tried.
 
     Args:
         space: values of this space are passed to Optuna; None passes the candidate's values only.
         note: reason for the trial.
-        claim: store only a claim, which the attribute CANDIDATE turns into a trial and `withdraw` removes.
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
-    attributes = {CLAIM if claim else CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
+    attributes = {CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
     for left in reversed(range(_BEGINNERS)):
         parameters, kinds = optuna_parameters(candidate, space, _stored_distributions(study))
         template = optuna.trial.create_trial(
@@ -77,34 +69,11 @@ def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
     return found
 
 
-def withdraw(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> None:
-    """Remove a claim that came too late, so that it leaves no record."""
+def withdraw(trial: optuna.Trial) -> None:
+    """End a trial that a peer tuner has begun first, so that it leaves no record."""
     with suppress(UpdateFinishedTrialError):
-        study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-
-
-def came_first(
-    trials: Sequence[FrozenTrial],
-    mine: optuna.Trial,
-    candidate: Candidate,
-    role: str,
-    known: Container[int],
-    tuners: Tuners,
-) -> bool:
-    """Return True if a peer tuner claimed the same candidate earlier and is measuring it or has finished."""
-    knobs = dict(candidate.knobs)
-    for other in trials:
-        if other.number >= mine.number or other.number in known or other.user_attrs.get(ROLE) != role:
-            continue
-        if other.user_attrs.get(CANDIDATE, other.user_attrs.get(CLAIM)) != knobs:
-            continue
-        stored = other.user_attrs.get(OUTCOME)
-        if stored is not None:
-            if Outcome.from_json(stored).kind.is_attributable_to_candidate:
-                return True
-        elif not other.state.is_finished() and not tuners.is_gone(other.user_attrs.get(TUNER)):
-            return True
-    return False
+        trial.set_user_attr(CANDIDATE, None)
+        trial.study.tell(trial, state=TrialState.FAIL)
 
 
 def store_outcome(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> bool:
@@ -113,7 +82,7 @@ def store_outcome(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, ha
     The outcome survives if this tuner is killed between the two writes, or if a peer closes the trial.
 
     Returns:
-        False if a peer tuner has already closed the trial because this tuner's lease had expired.
+        False if a peer tuner has already closed the trial because it missed this tuner's heartbeats.
     """
     try:
         trial.set_user_attr(OUTCOME, outcome.to_json())
@@ -127,23 +96,6 @@ def store_outcome(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, ha
         if not study._storage.get_trial(trial._trial_id).state.is_finished():
             raise
     return True
-
-
-def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: Outcome) -> bool:
-    """Close a dead tuner's trial with this outcome, and return whether it was unfinished.
-
-    A trial with a stored outcome keeps that outcome.
-    """
-    storage, stored = study._storage, left.user_attrs.get(OUTCOME)
-    with suppress(UpdateFinishedTrialError, ValueError):  # a peer closed it first, or its tuner was alive
-        if stored is not None:
-            tell(study, optuna.Trial(study, left._trial_id), Outcome.from_json(stored), hardware)
-            return False
-        # stored under another name, because its tuner may be alive and store its outcome at this moment
-        storage.set_trial_user_attr(left._trial_id, LEFT, outcome.to_json())
-        storage.set_trial_state_values(left._trial_id, TrialState.FAIL)
-        return True
-    return False
 
 
 def now() -> str:
@@ -160,8 +112,7 @@ TRAINING = "training"  # recorded by `autotune.recovery.trainer_callback`
 
 # Names of trial attributes.
 CANDIDATE, ROLE, OUTCOME, TUNER = "candidate", "role", "outcome", "tuner"
-CLAIM = "claim"  # candidate of a tuner's unconfirmed claim
-LEFT = "left"  # outcome of a trial that another tuner closed
+_LEFT = "left"  # outcome of a trial that another tuner closed, in studies of earlier versions
 
 
 @dataclass(frozen=True)
@@ -202,61 +153,45 @@ def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | Non
     return found[-1].peak_bytes if found and found[-1].ok else None
 
 
-def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
-    """Return (candidate, role) of trials during which a tuner died and that have not ended since."""
-    found: set[tuple[Candidate, str]] = set()
-    for record in records:
-        if record.outcome is None:
-            continue
-        if record.outcome.source is Source.DEATH:
-            found.add((record.candidate, record.role))
-        elif record.outcome.kind is not OutcomeKind.INTERRUPTED:
-            found -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
-    return found
+def _died(why: str, kind: OutcomeKind) -> Outcome:
+    return Outcome(kind, reason=why, evidence="found running", source=Source.DEATH)
 
 
-def abandoned_outcome(deadly: bool) -> Outcome:
-    """Return the outcome of a trial whose tuner died.
-
-    The trial may have killed its tuner: a container or a Slurm step is killed as a whole when its memory is full. After
-    a second death the trial is taken for the cause, so that the study can continue.
-
-    Args:
-        deadly: True after the second death.
-    """
-    why = "the tuner's process ended twice while it ran: it may have taken all of main memory"
-    return Outcome(
-        OutcomeKind.OOM_HOST if deadly else OutcomeKind.INTERRUPTED,
-        reason=why if deadly else "the tuner's process ended meanwhile",
-        evidence="found running",
-        source=Source.DEATH,
-    )
-
-
-# Outcome of a trial whose tuner lost its lease or ended normally. The candidate is not at fault.
-ABANDONED = Outcome(
-    OutcomeKind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
+DIED = _died("the tuner's process ended meanwhile", OutcomeKind.INTERRUPTED)
+# The trial may have killed its tuner: a container or a Slurm step is killed as a whole when its memory is full. After a
+# second death the trial is taken for the cause, so that the study can continue.
+DIED_TWICE = _died(
+    "the tuner's process ended twice while it ran: it may have taken all of main memory", OutcomeKind.OOM_HOST
 )
+# of a call that ended by an error; the candidate is not at fault
+ABANDONED = Outcome(OutcomeKind.INTERRUPTED, reason="its call ended", evidence="left behind", source=Source.STOP)
 
 
-def record_of(trial: FrozenTrial, *, claims: bool = False) -> Record | None:
-    """Return a trial's Record; None for a trial of another program or an unconfirmed claim.
+def with_second_deaths(records: Iterable[Record]) -> Iterator[Record]:
+    """Yield the records in order. A trial during which a tuner died again has the outcome DIED_TWICE."""
+    died: set[tuple[Candidate, str]] = set()
+    for record in records:
+        outcome, which = record.outcome, (record.candidate, record.role)
+        if outcome == DIED and which in died:
+            record = dataclasses.replace(record, outcome=DIED_TWICE)
+        elif outcome == DIED:
+            died.add(which)
+        elif outcome is not None and outcome.kind is not OutcomeKind.INTERRUPTED:
+            died -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
+        yield record
 
-    Args:
-        claims: include unconfirmed claims of running trials.
-    """
+
+def record_of(trial: FrozenTrial) -> Record | None:
+    """Return a trial's Record; None for a trial of another program, or one that was withdrawn."""
     knobs = trial.user_attrs.get(CANDIDATE)
-    if knobs is None and claims and not trial.state.is_finished():
-        knobs = trial.user_attrs.get(CLAIM)
     if knobs is None:
         return None
-    stored = trial.user_attrs.get(OUTCOME)
-    if stored is None and trial.state.is_finished():
-        stored = trial.user_attrs.get(LEFT)
+    stored = trial.user_attrs.get(OUTCOME, trial.user_attrs.get(_LEFT))
+    unknown = DIED if trial.state.is_finished() else None
     return Record(
         trial.number,
         Candidate(tuple(sorted(knobs.items()))),
-        Outcome.from_json(stored) if stored else None,
+        Outcome.from_json(stored) if stored else unknown,
         str(trial.user_attrs.get(ROLE, SEARCH)),
         str(trial.user_attrs.get("note", "")),
         trial.user_attrs.get(TUNER),

@@ -280,7 +280,7 @@ class SearchLoop:
     def _poll_peers(self) -> None:
         """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
         self.trials.poll_peers()
-        if self.trials.store.tuners.shared or self.parallel:
+        if self.trials.store.shared or self.parallel:
             self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
     def _measure_spec(self, candidate: Candidate) -> MeasureSpec:
@@ -837,7 +837,7 @@ def fixable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, Out
         known: the study's ended trials.
     """
     numbers: set[int] = set(store.attributes.get(_FIXABLE, ()))
-    if any(outcome.ok for _, outcome in known) or store.tuners.others():
+    if any(outcome.ok for _, outcome in known) or store.peers():
         return numbers
     found = numbers | {record.number for record, outcome in known if outcome.kind.may_be_fixed_between_calls}
     if found != numbers:

@@ -41,7 +41,7 @@ def started(folder: Path, url: str, log: Path) -> subprocess.Popen[bytes]:
 
 def under_way(store: StudyStore, pid: int) -> list[int]:
     """Numbers of the trials that a process has running."""
-    return [r.number for r in store.records() if r.outcome is None and r.tuner and f"/{pid}-" in r.tuner]
+    return [r.number for r in store.records() if r.outcome is None and r.tuner and f"/{pid}/" in r.tuner]
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def made_study(
     for at, (candidate, outcome, role) in enumerate(trials):
         note = AS_IS if has_script and at == 0 else "a guess"
         if at == second:
-            store.tuners.me = "another"
+            store.tuner = "another"
             leaderboard.begin_call()
         number = tell(store, candidate, outcome, role, note)
         leaderboard.learn(number, candidate, outcome, role)

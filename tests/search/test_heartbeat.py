@@ -4,9 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +20,23 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
-from autotune.search import heartbeat
+from autotune.search import storage
 from autotune.search.concurrency import agree_on_memory, unlike_memory
-from autotune.search.heartbeat import Tuners, host_of, lives_here, name_of_this
 from autotune.search.proposer import Proposer
 from autotune.search.storage import lock_log_dir
 from autotune.search.study import StudyStore
-from autotune.search.trials import ABANDONED, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, outcomes_kept_in_folder
+from autotune.search.trials import (
+    ABANDONED,
+    DIED,
+    DIED_TWICE,
+    SEARCH,
+    VERIFY,
+    MeasuredHere,
+    kept_if_it_fails,
+    outcomes_kept_in_folder,
+)
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB, MIB
 from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
@@ -43,35 +49,15 @@ ELSEWHERE = "worker-2/12345678-1/77-1234/abcdef"  # a tuner on another machine
 
 
 @pytest.fixture
-def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 0.5)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.search.study.HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setitem(storage._HEARTBEAT, "grace_period", 1)
 
 
 def opened(url: str, folder: Path) -> StudyStore:
     store, _ = StudyStore.create_or_resume("s", url, folder, make_job(), detect("cpu", 2), SPACE)
     store.share(print)
     return store
-
-
-def test_a_tuner_has_a_name_of_its_own() -> None:
-    name = name_of_this()
-    assert lives_here(name)
-    assert name != name_of_this()
-    assert host_of(ELSEWHERE) == "worker-2"
-    assert lives_here(ELSEWHERE) is None
-    assert lives_here("nonsense") is None
-
-
-def test_a_process_of_this_machine_that_has_ended_is_known_at_once() -> None:
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(name_of_this()))
-    process.start()
-    name = ours.recv()
-    process.join()
-    assert lives_here(name) is False
-    again = name.replace(f"/{process.pid}-", f"/{os.getpid()}-")  # its id was given to another
-    assert lives_here(again) is False
 
 
 def test_of_two_that_want_the_same_one_has_it(shared_url: str, tmp_path: Path) -> None:
@@ -94,29 +80,25 @@ def test_of_two_that_want_the_same_one_has_it(shared_url: str, tmp_path: Path) -
             store.leave()
 
 
-def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+@pytest.mark.usefixtures("quick")
+def test_a_trial_without_heartbeats_is_closed_and_its_candidate_tried_again(shared_url: str, tmp_path: Path) -> None:
     mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
     try:
-        theirs.tuners.leave()
-        theirs.tuners.me = ELSEWHERE
-        theirs.tuners._beat()
+        theirs._left.set()  # its connection is cut
         number = theirs.claim(make_candidate(0), SPACE, SEARCH)
         assert number is not None
         assert mine.claim(make_candidate(0), SPACE, SEARCH) is None
         ended, running = mine.news([])
         assert not ended
-        assert [(record.number, record.tuner) for record in running] == [(number, ELSEWHERE)]
-        monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 0.5)
-        wait_until(lambda: mine.news([])[0], "the lease's end", 20)
+        assert [(record.number, record.tuner) for record in running] == [(number, theirs.tuner)]
+        wait_until(lambda: mine.news([])[0], "the end of the grace period", 20)
         (record,), running = mine.news([])
         assert not running
-        assert record.outcome is not None
-        assert record.outcome == ABANDONED, "it may live"
+        assert record.outcome == DIED
         again = mine.claim(make_candidate(0), SPACE, SEARCH, known=[number])
-        assert again is not None, "it is tried again"
+        assert again is not None
         mine.finish(again, OK)
-        theirs.finish(number, OK)  # it was but cut off: what it has measured is kept
+        theirs.finish(number, OK)  # it lived: its measurement is kept
         assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {
             OutcomeKind.OK: 2,
             OutcomeKind.INTERRUPTED: 1,
@@ -126,74 +108,51 @@ def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path, mo
         theirs.leave()
 
 
-@pytest.mark.usefixtures("quick_leases")
-@pytest.mark.parametrize("how", ["killed", "left", "cut off"])
-def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, shared_url: str, tmp_path: Path) -> None:
-    host, machine, _, word = name_of_this().rsplit("/", 3)
+@pytest.mark.usefixtures("quick")
+def test_a_trial_that_was_killed_before_its_first_heartbeat_is_closed(
+    shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    with monkeypatch.context() as killed:
+        killed.setattr("autotune.search.study.record_heartbeat", lambda trial: None)
+        theirs._left.set()
+        theirs.start(make_candidate(0), SPACE)
+    wait_until(lambda: mine.close_interrupted() == 1, "the end of the grace period", 20)
+    mine.leave()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["killed", "ended by an error"])
+def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, shared_url: str, tmp_path: Path) -> None:
+    mine = opened(shared_url, tmp_path)
     try:
         for turn in range(2):
-            theirs.tuners.leave()
-            theirs.tuners.me = (
-                f"{host}/{machine}/{os.getpid()}-1/{word}{turn}" if how != "cut off" else f"{ELSEWHERE}{turn}"
-            )
-            theirs.tuners._beat()
-            if how == "left":
-                mine.study.set_user_attr(f"tuner {theirs.tuners.me}", heartbeat._LEFT)
+            theirs = opened(shared_url, tmp_path)
             theirs.start(make_candidate(0), SPACE)
-            mine.tuners._look()
-            wait_until(lambda: mine.close_interrupted() == 1, "what is left", 20)
+            if how == "killed":
+                theirs._left.set()
+                wait_until(lambda: mine.close_interrupted() == 1, "the end of the grace period", 20)
+            else:
+                theirs.leave()
+            assert len(mine.records()) == turn + 1
         outcomes = [record.outcome for record in mine.records()]
-        assert len(outcomes) == 2
-        if how == "killed":
-            assert [(one.kind, one.source) for one in outcomes if one] == [
-                (OutcomeKind.INTERRUPTED, Source.DEATH),
-                (OutcomeKind.OOM_HOST, Source.DEATH),
-            ]
-        else:
-            assert outcomes == [ABANDONED, ABANDONED]
+        assert outcomes == ([DIED, DIED_TWICE] if how == "killed" else [ABANDONED, ABANDONED])
     finally:
         mine.leave()
-        theirs.leave()
 
 
-@pytest.mark.usefixtures("quick_leases")
-def test_who_lives_keeps_its_trial(shared_url: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick")
+def test_heartbeats_keep_a_trial_running(shared_url: str, tmp_path: Path) -> None:
     mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
     try:
-        number = theirs.claim(make_candidate(0), SPACE, SEARCH)
-        beats = theirs.tuners._beats
-        wait_until(lambda: theirs.tuners._beats > beats + 20, "twice a lease", 60)
+        assert theirs.claim(make_candidate(0), SPACE, SEARCH) is not None
+        time.sleep(2.5)
         assert mine.close_interrupted() == 0
-        assert mine.tuners.others() == [theirs.tuners.me]
+        assert mine.peers() == [theirs.tuner]
         theirs.leave()
-        wait_until(lambda: mine.tuners.is_gone(theirs.tuners.me), "its farewell", 20)
-        assert mine.close_interrupted() == 1
-        assert number is not None
+        assert mine.peers() == []
     finally:
         mine.leave()
-
-
-def test_who_was_stopped_for_long_takes_nobody_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = StudyStore.create_or_resume(
-        "s", f"sqlite:///{tmp_path}/study.db", tmp_path, make_job(), detect("cpu", 2), SPACE
-    )
-    mine = Tuners(store.study)
-    store.study.set_user_attr(f"tuner {ELSEWHERE}", 7)
-    mine._thread = threading.current_thread()  # it shares
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    mine._look()
-    now[0] += 10 * heartbeat.LEASE_SECONDS  # nothing ran here meanwhile
-    mine._look()
-    assert not mine.is_gone(ELSEWHERE)
-    for _ in range(int(heartbeat.LEASE_SECONDS / heartbeat.BEAT_SECONDS)):
-        now[0] += heartbeat.BEAT_SECONDS
-        mine._look()
-    assert mine.is_gone(ELSEWHERE)
-    store.study.set_user_attr(f"tuner {ELSEWHERE}", 8)
-    mine._look()
-    assert not mine.is_gone(ELSEWHERE), "it is back"
 
 
 CARDS = Hardware("cuda", "A100", 2, 80 * GIB, None, 1024 * GIB, "a100-80gb", taken_bytes=GIB)
@@ -234,21 +193,20 @@ def test_the_studys_machine_is_that_of_who_is_at_it(shared_url: str, tmp_path: P
         return store
 
     first = join(here)
-    first.tuners.leave()
-    first.tuners.me = ELSEWHERE
-    first.tuners._beat()
+    first.tuner = ELSEWHERE
+    first.start(make_candidate(0), SPACE)
     with pytest.raises(UserError, match="study 's' is being tuned with other memory"):
         join(small)
     forced = join(small, force=True)
     assert forced.hardware == here, "it is another's"
     forced.leave()
-    first.study.set_user_attr(f"tuner {ELSEWHERE}", heartbeat._LEFT)
+    first.leave()
     last = join(small)
     last.leave()
     assert last.hardware == small, "nobody else is at it"
 
 
-@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("closed", [False, True])
 def test_what_could_not_be_stored_is_stored_by_the_next_call(
     closed: bool, shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -509,7 +509,7 @@ def test_a_tuner_that_joins_others_takes_nothing_for_mended(
     search(
         replay_table, 3600, store=store, executor=Scripted(replay_table, lambda count, candidate: died), max_trials=1
     )
-    monkeypatch.setattr(store.tuners, "others", lambda: ["another"])
+    monkeypatch.setattr(store, "peers", lambda: ["another"])
     _, executor, _ = search(replay_table, 600, store=store, executor=ReplayExecutor(replay_table, 9), max_trials=4)
     failed = store.records()[0].candidate
     assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
