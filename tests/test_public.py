@@ -173,11 +173,7 @@ def test_a_study_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["train.py", None], {}, "command: expected a valid string, found None"),
         (None, {"model": "tiny-llama", "device": "cpu", "budget": "soon"}, "'soon' is no duration"),
         (None, {"model": "tiny-llama", "device": "cpu", "headroom": 5}, "a share of '5' is not possible"),
-        (
-            None,
-            {"model": "tiny-llama", "device": "cpu", "gpus": "0"},
-            "gpus: expected at least 1, found 0",
-        ),
+        (None, {"model": "tiny-llama", "device": "cpu", "gpus": "0"}, "gpus: expected at least 1, found 0"),
         (
             None,
             {"model": "tiny-llama", "device": "cpu", "space": {"knobs": {"zero_stag": [1]}}},

@@ -26,13 +26,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from autotune.errors import Unusable
+from autotune.errors import Unusable, UserError
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
 from autotune.util.linux import data_bytes, main_memory, own_memory
 from autotune.util.units import MIB
 from autotune.workers.failure_classifier import is_memory_error
-from autotune.workers.jit_ops import use_own_folder
+from autotune.workers.jit_ops import link_without_space, use_own_folder
 from autotune.workers.protocol import Channel, Message
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ class BaseRank(ABC):
 
         from autotune.rank.devices import make_device
 
+        with suppress(OSError, UserError):  # an op that is needed fails with this reason where it is built
+            link_without_space(use_own_folder())
+
         self.torch: Any = torch
         self.device = make_device(self.spec["device"], self.spec.get("pid", os.getpid()))
         self.fault(Phase.START)
@@ -153,7 +156,6 @@ class BaseRank(ABC):
         if (nodes := self.spec.get("nodes", 1)) > 1:
             os.environ.update(GROUP_RANK=str(self.spec["node"]), GROUP_WORLD_SIZE=str(nodes))
         os.environ.update(self.spec.get("env", {}))
-        use_own_folder()
 
     def _join_group(self, device: Device) -> None:
         store = self.rendezvous.store(self.torch, self.collective_timeout)

@@ -176,8 +176,8 @@ def hold_build_lock(
             remove_incomplete(place, 0.0 if alone else IDLE_SECONDS)
         with suppress(OSError):
             building.write_text(boot_id(), encoding="utf-8")
-        with linked_without_space(folder):
-            yield killed
+        link_without_space(folder)
+        yield killed
     finally:
         held.discard(folder)
         with suppress(OSError):
@@ -292,19 +292,17 @@ def _idle_seconds(folder: Path) -> float:
 _TORCH = "torch"  # link in the folder of ops
 
 
-@contextmanager
-def linked_without_space(folder: Path) -> Iterator[None]:
-    """Give the linker torch's libraries by a path without a space, for the body of the `with`.
+def link_without_space(folder: Path) -> None:
+    """Give the linker torch's libraries by a path without a space, in this process.
 
-    torch writes its path unquoted after `-L` (`_prepare_ldflags` in torch/utils/cpp_extension.py). The link stays,
-    because ninja builds again if a command has changed.
+    torch writes its path unquoted after `-L` (`_prepare_ldflags` in torch/utils/cpp_extension.py). All processes use the
+    same link in the folder of ops, because ninja builds again if a command has changed.
 
     Raises:
         UserError: the folder's path has a space, too.
     """
     torch = _package_folder("torch")
     if torch is None or " " not in str(torch):
-        yield
         return
     link = folder / _TORCH
     if " " in str(link):
@@ -314,14 +312,11 @@ def linked_without_space(folder: Path) -> Iterator[None]:
         )
     if not link.is_symlink() or os.readlink(link) != str(torch):
         link.unlink(missing_ok=True)
-        link.symlink_to(torch)
+        with suppress(FileExistsError):  # another rank has made it
+            link.symlink_to(torch)
     from torch.utils import cpp_extension
 
-    before, cpp_extension.TORCH_LIB_PATH = cpp_extension.TORCH_LIB_PATH, str(link / "lib")
-    try:
-        yield
-    finally:
-        cpp_extension.TORCH_LIB_PATH = before
+    cpp_extension.TORCH_LIB_PATH = str(link / "lib")
 
 
 # -- extension folders -------------------------------------------------------------------------------------------------

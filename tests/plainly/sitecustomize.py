@@ -5,6 +5,8 @@ and a daemon thread of a library that asks for the interpreter's lock then is en
 by "terminate called without an active exception" (Python's Py_Finalize before 3.14; seen with the group left, too).
 
 Where `PLAIN_TRACE` names a folder, each rank writes its training trace there, as `RANK.json`.
+
+Ops are linked as autotune links them below a folder with a space, where torch alone cannot.
 """
 
 import atexit
@@ -13,7 +15,9 @@ import importlib.machinery
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _exit, _codes = sys.exit, [0]
 
@@ -34,11 +38,14 @@ def leave() -> None:
     os._exit(1 if failed else _codes[0])
 
 
-class Tracing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that records the first steps of every DeepSpeed engine."""
+class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook that passes one module to a function, once it is imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "deepspeed.runtime.engine":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)  # type: ignore[arg-type]
@@ -52,17 +59,25 @@ class Tracing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: object) -> None:
         self.loader.exec_module(module)  # type: ignore[arg-type]
-        record(module.DeepSpeedEngine)  # type: ignore[attr-defined]
+        self.then(module)
 
 
-def record(engine_class: type) -> None:
+def link(module: Any) -> None:
+    """Use the link that a trial left in the folder of ops."""
+    torch = Path(os.environ["TORCH_EXTENSIONS_DIR"], "torch")
+    if torch.is_symlink():
+        module.TORCH_LIB_PATH = str(torch / "lib")
+
+
+def record(module: Any) -> None:
     """Wrap the methods of a training step."""
     import torch
 
     from autotune.rank.training_trace import TraceRecorder
 
+    engine_class = module.DeepSpeedEngine
     recorder, file = TraceRecorder(), Path(os.environ["PLAIN_TRACE"], f"{os.environ['RANK']}.json")
-    forward, backward, step = engine_class.forward, engine_class.backward, engine_class.step  # type: ignore[attr-defined]
+    forward, backward, step = engine_class.forward, engine_class.backward, engine_class.step
 
     def traced_forward(engine, *args, **kwargs):  # type: ignore[no-untyped-def]
         first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
@@ -83,11 +98,13 @@ def record(engine_class: type) -> None:
             file.write_text(json.dumps(recorder.report()))
         return result
 
-    engine_class.forward, engine_class.backward, engine_class.step = traced_forward, traced_backward, traced_step  # type: ignore[attr-defined]
+    engine_class.forward, engine_class.backward, engine_class.step = traced_forward, traced_backward, traced_step
 
 
 if "PLAIN_TRACE" in os.environ and "RANK" in os.environ:
-    sys.meta_path.insert(0, Tracing())
+    sys.meta_path.insert(0, Hook("deepspeed.runtime.engine", record))
+if "TORCH_EXTENSIONS_DIR" in os.environ:
+    sys.meta_path.insert(0, Hook("torch.utils.cpp_extension", link))
 if "LOCAL_RANK" in os.environ:
     sys.exit = remembered
     atexit.register(leave)  # the first that is registered is the last that is called

@@ -9,6 +9,7 @@ import traceback
 from typing import NoReturn
 
 from autotune.rank.base import connect_to_parent, exit_process
+from autotune.workers.jit_ops import link_without_space, use_own_folder
 
 
 def become(address: str, number: int) -> NoReturn:
@@ -29,5 +30,6 @@ def become(address: str, number: int) -> NoReturn:
 def _join_group(folder: str) -> None:
     import torch.distributed
 
+    link_without_space(use_own_folder())
     store = torch.distributed.FileStore(f"{folder}/store", 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -26,7 +26,6 @@ from autotune.rank.versions import backward_prologue
 from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS, UNREAD
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
-from autotune.workers.jit_ops import IDLE_SECONDS, hold_build_lock
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
 
@@ -674,11 +673,10 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
         context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several:
-        jit_ops.remove_incomplete(place, IDLE_SECONDS)
+        jit_ops.remove_incomplete(place, jit_ops.IDLE_SECONDS)
     if several or (is_built and not [*folder.glob("*/lock")]):  # ranks load a built op in parallel
-        with jit_ops.linked_without_space(folder):
-            return original(builder, *args, **kwargs)
-    with hold_build_lock(folder):
+        return original(builder, *args, **kwargs)
+    with jit_ops.hold_build_lock(folder):
         return original(builder, *args, **kwargs)
 
 

@@ -76,7 +76,12 @@ def load_twice(folder: str, known: bool, spread: bool) -> dict[str, Any]:
     assert not library.exists(), "it was all that a power cut had left"
     assert [name for _, name in watcher.seen] == told * 2
     library.touch()
-    return {"left": left, "loaded": loaded, "told": told, "marks": sorted(path.name for path in Path(folder).iterdir())}
+    return {
+        "left": left,
+        "loaded": loaded,
+        "told": told,
+        "marks": sorted(path.name for path in Path(folder).iterdir() if not path.is_symlink()),
+    }
 
 
 @pytest.mark.timeout(60)
