@@ -108,7 +108,7 @@ class BaseRank(ABC):
             os.sched_setaffinity(0, map(int, cpus.split(",")))
         own_memory()  # after the affinity is set, so that pages are copied close to these CPUs
         self.rendezvous = Rendezvous.from_spec(self.spec["store"], self.number, self.world)
-        if (port := self.rendezvous.open()) is not None:
+        if port := self.rendezvous.open():
             self.channel.send("store", port=port, scripts_port=self.spec["port"])
         self.enter(Phase.START)
         self.heartbeat.start()

@@ -307,8 +307,8 @@ def link_without_space(folder: Path) -> None:
     link = folder / _TORCH
     if " " in str(link):
         raise UserError(
-            f"torch cannot link ops against {torch}: its path has a space, and so has {folder}. Set {FOLDER} to a path "
-            "without a space, or move the environment to one"
+            f"torch cannot link ops: its path has a space, and so has {folder}. Set {FOLDER} to a path without a space "
+            f"({torch})"
         )
     if not link.is_symlink() or os.readlink(link) != str(torch):
         link.unlink(missing_ok=True)
