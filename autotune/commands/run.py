@@ -42,7 +42,6 @@ from autotune.script.profile import own_candidate
 from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_of
-from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import Proposer
 from autotune.search.storage import (
     StorageFailures,
@@ -308,10 +307,8 @@ def _open_study(
             if number is not None:
                 store.finish(number, own_outcome)
     _announce(setup, store, observer, resumed, closed)
-    leaderboard = Leaderboard(setup.hardware, setup.job, setup.candidates)
-    leaderboard.replay_calls(store.records() if resumed else ())
-    leaderboard.begin_call()
-    observer.begin_study(leaderboard)
+    began = len(store.study.get_trials(deepcopy=False))
+    observer.begin_study(partial(store.leaderboard, setup.hardware, setup.job, frozenset(setup.candidates), began))
     if not resumed:  # trials known before the search: a script's own config
         for record in store.records():
             if record.outcome is not None:

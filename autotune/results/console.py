@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -120,6 +120,7 @@ class PlainObserver:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._look: Callable[[], Leaderboard] | None = None
         self._leaderboard: Leaderboard | None = None
         self._last = ""
 
@@ -130,9 +131,9 @@ class PlainObserver:
     def __exit__(self, *raised: object) -> None:
         """Close the view, also after an error."""
 
-    def begin_study(self, leaderboard: Leaderboard) -> None:
-        """Receive the leaderboard of a study's earlier trials. Later outcomes are added to it."""
-        self._leaderboard = leaderboard
+    def begin_study(self, look: Callable[[], Leaderboard]) -> None:
+        """Receive the function that returns the leaderboard of a study's trials so far."""
+        self._look, self._leaderboard = look, look()
 
     def start(self, budget_seconds: float, used_seconds: float) -> None:
         """Receive the start of the search, with its budget and the seconds used before."""
@@ -160,8 +161,8 @@ class PlainObserver:
         if outcome.evidence:
             LOG.debug("%s %d: %s", role, number, outcome.evidence)
         seconds, remark = format_duration(outcome.seconds), ""
-        if self._leaderboard is not None:
-            self._leaderboard.learn(number, candidate, outcome, role)
+        if self._look is not None:
+            self._leaderboard = self._look()
             remark = self._leaderboard.remark(candidate, outcome)
         line = f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}"
         self.print_line(
@@ -242,11 +243,10 @@ class LiveObserver(PlainObserver):
             bar = ProgressBar(self._budget, min(self._budget, now - self._began), width=24)
             told = f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}"
             lines.append(Columns([bar, Text.from_markup(told)]))
-        best = self._leaderboard and next(filter(self._leaderboard.may_win, self._leaderboard.feasible()), None)
-        if self._leaderboard and best:
-            lines.append(
-                Text(f"best  {best}  {throughput_text(self._leaderboard.measured[best][1])}", style="bold green")
-            )
+        board = self._leaderboard
+        if board is not None and board.best is not None:
+            speed = throughput_text(board.measured[board.best][1])
+            lines.append(Text(f"best  {board.best}  {speed}", style="bold green"))
         text, since = self._doing
         running = list(self._running.copy().values())
         if text:

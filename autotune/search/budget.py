@@ -7,8 +7,9 @@ from collections.abc import Callable
 from autotune.executors.base import REFERENCE, Executor, MeasureSpec
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.job import checkpoint_seconds, weights_seconds
-from autotune.problem.outcome import Measurement, Outcome
-from autotune.search.proposer import Proposer
+from autotune.problem.outcome import Outcome
+from autotune.search.leaderboard import Leaderboard
+from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.trials import RESUME, SEARCH, VERIFY
 from autotune.util.units import format_duration
 
@@ -16,10 +17,8 @@ FIRST_TRIAL_SECONDS = 5.0  # a shorter budget cannot hold one trial
 MOST_RESERVED = 0.4  # share of the budget, at most, that is reserved for verification
 SLACK = 1.2  # factor on expected seconds
 WARMUP_STEPS = 3  # steps before a measurement
-LEAST_SAVE_SECONDS = 0.5  # evaluation and save in a verification, in addition to start and steps
 REFERENCE_SHARE = 0.1  # share of the budget, at most, for trials without DeepSpeed
 LEAST_REFERENCE_BUDGET = 60.0  # seconds; a shorter budget holds no such trials
-CHECKPOINT_SHARE = 0.2  # share of the budget, at most, for writing and reading a checkpoint
 
 
 class Budget:
@@ -29,9 +28,8 @@ class Budget:
         executor: provides the clock.
         verify_spec: length of a verification.
         spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
-        best: returns the best candidate so far and its measurement; None if nothing was measured.
-        due: returns how many verifications the search leaves time for: of the best, and of an earlier call's winner;
-            0 before the first candidate of a script whose own config alone is measured.
+        look: returns the leaderboard of the trials so far.
+        own: config of a script as it is; None without one.
     """
 
     def __init__(
@@ -41,22 +39,13 @@ class Budget:
         verify_spec: MeasureSpec,
         budget_seconds: float,
         spent_seconds: float,
-        best: Callable[[], tuple[Candidate, Measurement] | None],
-        due: Callable[[], int] = lambda: 1,
+        look: Callable[[], Leaderboard],
+        own: Candidate | None = None,
     ) -> None:
         self.executor, self.proposer, self.verify_spec = executor, proposer, verify_spec
-        self.budget_seconds, self._best, self._due = budget_seconds, best, due
-        self._spent_seconds = spent_seconds
+        self.budget_seconds, self._look, self._own = budget_seconds, look, own
         self.references = 0  # trials without DeepSpeed that follow the search
-        # seconds outside measured steps, by family (`Candidate.family`) of an engine that the study has started
-        self._starts: dict[tuple[tuple[str, Value], ...], float] = {}
-        self._shortened: set[tuple[tuple[str, Value], ...]] = set()  # families that warmed up with fewer micro-batches
-        self._share: dict[str, float] = {}  # by role: share of the expected seconds that the last trial used
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock of the loop."""
-        self._began = self.executor.now() - self._spent_seconds
+        self._began = executor.now() - spent_seconds
 
     @property
     def used_seconds(self) -> float:
@@ -72,46 +61,65 @@ class Budget:
     @property
     def reference_seconds(self) -> float:
         """Expected seconds of one trial without DeepSpeed; 0 before anything was measured."""
-        measuring = max((WARMUP_STEPS + REFERENCE.min_steps) * self._step_seconds, REFERENCE.min_seconds)
-        return SLACK * (self._startup_seconds + measuring) if self._best() else 0.0
+        best = self._best
+        if best is None:
+            return 0.0
+        measuring = max((WARMUP_STEPS + REFERENCE.min_steps) * self._step_seconds(best), REFERENCE.min_seconds)
+        return SLACK * (self._startup_seconds(best) + measuring)
 
-    def note(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        """Record a trial's time.
+    @property
+    def _best(self) -> Candidate | None:
+        return self._look().best
 
-        The ratio of used to expected seconds scales the next expectation for that role.
+    @property
+    def _due(self) -> int:
+        """Verifications that the search leaves time for: of the best, and of an earlier call's winner.
+
+        None before the first candidate of a script whose own config alone is measured: that candidate is worth more.
         """
-        if not outcome.ok:
-            return
-        if role == SEARCH:
-            if outcome.started:
-                self._starts[candidate.family] = outcome.outside_seconds
-                if outcome.measurement is not None and outcome.measurement.extrapolated:
-                    self._shortened.add(candidate.family)
-        elif (best := self._best()) and best[0] == candidate and (expected := self._expected_seconds(role)):
-            self._share[role] = min(1.0, SLACK * outcome.seconds / expected)
+        board = self._look()
+        if board.measured.keys() == {self._own} and not board.trials_now:
+            return 0
+        return 2 if board.incumbent is not None else 1
+
+    @property
+    def _starts(self) -> dict[tuple[tuple[str, Value], ...], Outcome]:
+        """Latest trial of the search, by family (`Candidate.family`), that started an engine."""
+        searched = [record for record in self._look().ended if record.role == SEARCH]
+        ended = [(one.candidate.family, one.outcome) for one in searched if one.outcome is not None]
+        return {family: outcome for family, outcome in ended if outcome.ok and outcome.started}
+
+    def _share(self, role: str) -> float:
+        """Share of the expected seconds that the call's last trial of a role took."""
+        board = self._look()
+        for record in reversed(board.trials_now):
+            if record.role == role and record.outcome is not None and record.outcome.ok:
+                expected = self._expected_seconds(role, record.candidate)
+                return min(1.0, SLACK * record.outcome.seconds / expected) if expected else 1.0
+        return 1.0
 
     @property
     def verification_seconds(self) -> float:
         """Expected seconds for verification of the best candidate."""
-        return self._share.get(VERIFY, 1.0) * self._expected_seconds(VERIFY)
+        return self._share(VERIFY) * self._expected_seconds(VERIFY, self._best)
 
     @property
     def resume_seconds(self) -> float:
         """Expected seconds to write a checkpoint and resume from it."""
-        return self._share.get(RESUME, 1.0) * self._expected_seconds(RESUME)
+        return self._share(RESUME) * self._expected_seconds(RESUME, self._best)
 
-    def _expected_seconds(self, role: str) -> float:
+    def _expected_seconds(self, role: str, candidate: Candidate | None) -> float:
         """Return the expected seconds of a role before scaling.
 
         A verification runs whole steps and saves the weights. A resume trial starts twice, and writes and reads a
         checkpoint.
         """
         if role == VERIFY:
-            measuring = max(5 * self._step_seconds, self.verify_spec.min_seconds)
-            return SLACK * (self._startup_seconds + measuring) + max(LEAST_SAVE_SECONDS, SLACK * self._save_seconds)
-        if not self.tries_resuming or self._best() is None:
+            measuring = max(5 * self._step_seconds(candidate), self.verify_spec.min_seconds)
+            return SLACK * (self._startup_seconds(candidate) + measuring + self._save_seconds)
+        if not self.tries_resuming or candidate is None:
             return 0.0
-        return SLACK * 2 * self._startup_seconds + 0.5 + self.checkpoint_seconds
+        return SLACK * 2 * self._startup_seconds(candidate) + self.checkpoint_seconds
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -131,25 +139,25 @@ class Budget:
     @property
     def tries_resuming(self) -> bool:
         """Return True if resuming is possible and cheap enough to be tested."""
-        return self.executor.resumes and self.checkpoint_seconds <= CHECKPOINT_SHARE * self.budget_seconds
+        return self.executor.resumes and self.checkpoint_seconds <= TRIAL_SHARE * self.budget_seconds
 
-    @property
-    def _step_seconds(self) -> float:
-        best = self._best()
-        return best[1].step_seconds if best else 0.6
+    def _step_seconds(self, candidate: Candidate | None) -> float:
+        return self._look().measured[candidate][1].step_seconds if candidate is not None else 0.6
 
-    @property
-    def _startup_seconds(self) -> float:
-        """Seconds until the best candidate is measured, including warm-up.
+    def _startup_seconds(self, candidate: Candidate | None) -> float:
+        """Seconds until a candidate is measured, including warm-up.
 
         If the study has started no engine of its family, the slowest other start is used.
         """
-        best = self._best()
-        own = self._starts.get(best[0].family) if best else None
-        took = max(self._starts.values(), default=FIRST_TRIAL_SECONDS) if own is None else own
+        starts = self._starts
+        slowest = max((outcome.outside_seconds for outcome in starts.values()), default=FIRST_TRIAL_SECONDS)
+        if candidate is None:
+            return slowest
+        own, measured = starts.get(candidate.family), self._look().measured[candidate][1]
+        took = slowest if own is None else own.outside_seconds
         # a family that warmed up with a shortened accumulation uses whole steps next time
-        shortened = best is not None and (best[1].extrapolated or best[0].family in self._shortened)
-        return took + (WARMUP_STEPS * best[1].step_seconds if best and shortened else 0.0)
+        shortened = measured.extrapolated or (own is not None and own.measurement and own.measurement.extrapolated)
+        return took + WARMUP_STEPS * measured.step_seconds if shortened else took
 
     @property
     def reserve_seconds(self) -> float:
@@ -159,7 +167,8 @@ class Budget:
         verification alone, because a partial resume trial proves nothing. Before a script's first candidate, the reserve
         leaves that candidate as much as a verification takes.
         """
-        if not (due := self._due()):
+        due = self._due
+        if not due:
             return max(0.0, min(self.verification_seconds, self.left_seconds - self.verification_seconds))
         most = MOST_RESERVED * self.budget_seconds
         verifying = due * self.verification_seconds
@@ -169,7 +178,8 @@ class Budget:
     @property
     def least_trial_seconds(self) -> float:
         """Seconds of the shortest trial that starts an engine; 0 before the first start."""
-        return min(self._starts.values()) + 1.0 if self._starts else 0.0
+        seconds = [outcome.outside_seconds for outcome in self._starts.values()]
+        return min(seconds) + 1.0 if seconds else 0.0
 
     @property
     def time_for_another(self) -> bool:

@@ -1,4 +1,4 @@
-"""Search workers of one tuner, and trials of peer tuners."""
+"""Search workers of one tuner, and machines of peer tuners."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import CARD_APART, MAIN_MEMORY_APART, Hardware
-from autotune.problem.outcome import Outcome
 from autotune.search.study import StudyStore
-from autotune.search.trials import SEARCH, Record
 from autotune.util.units import format_bytes
 
 # -- search workers ----------------------------------------------------------------------------------------------------
@@ -135,34 +133,6 @@ class SearchWorkers:
         self._waiting += 1
         self._lock.wait(_LOOK_SECONDS)
         self._waiting -= 1
-
-
-# -- peer trials -------------------------------------------------------------------------------------------------------
-
-
-class PeerTrials:
-    """This tuner's view of the study's trials. An unshared study has no peers."""
-
-    def __init__(self, store: StudyStore) -> None:
-        self._store = store
-        self.known: set[int] = set()  # numbers of trials that were already processed
-        self.running_elsewhere: list[Record] = []  # running trials of peers
-
-    def poll(self) -> list[tuple[Record, Outcome]]:
-        """Return outcomes that peers stored since the last poll."""
-        if not self._store.shared:
-            return []
-        ended, self.running_elsewhere = self._store.news(self.known)
-        self.known.update(record.number for record in ended)
-        return [(record, record.outcome) for record in ended if record.outcome is not None]
-
-    def searching(self) -> list[Candidate]:
-        """Return the candidates that peers measure in their searches."""
-        return [record.candidate for record in self.running_elsewhere if record.role == SEARCH]
-
-    def are_at(self, candidate: Candidate, role: str) -> bool:
-        """Return True if a peer tuner runs the candidate in the role."""
-        return any((record.candidate, record.role) == (candidate, role) for record in self.running_elsewhere)
 
 
 # -- machines of peer tuners -------------------------------------------------------------------------------------------

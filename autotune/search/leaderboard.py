@@ -5,168 +5,212 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, describe, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.certificate import Verdict, compare
-from autotune.search.trials import AS_IS, NO_CALL, RESUME, SEARCH, TRAINING, VERIFY, Call, Record, constraints
+from autotune.search.trials import AS_IS, NO_CALL, RESUME, SEARCH, TRAINING, VERIFY, Call, Record
 from autotune.util.units import counted, format_bytes, format_change
 
 # share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
 RIVAL_SHARE = 0.05
-RETRY_SHARE = 0.02  # share of speed by which a candidate with allocator retries must be faster to win
-SPEED_FOR_MEMORY = 0.03  # share of speed that a winner with a lower peak may lose, if the intervals overlap
-MEMORY_FOR_SPEED = 0.97  # share of the fastest candidate's peak, at most, that justifies this loss
+# share of speed that a winner may lose for a peak that is lower by more than this share, if the intervals overlap
+SPEED_FOR_MEMORY = 0.03
 DRIFT = 1.25  # ratio of two speeds of the winner from which the verdict says that the machine's speed has changed
-SHOWN_DRIFT = 1.005  # ratio of two speeds of the winner from which its margin names the speeds that it compares
 NOT_VERIFIED = "not verified"
 
 Measured = tuple[int, Measurement]  # (trial number, measurement)
 
 
 class Leaderboard:
-    """Measured candidates of a study, as seen by one `run` call.
+    """Measured candidates of a study as one `run` call sees them: a function of the study's trials.
 
     Args:
+        records: all trials in order.
         hardware: gives the memory ceiling.
         job: a winner must have its global batch size, if set.
-        candidates: the call's space, which may differ from that of earlier calls; None allows all candidates to win.
+        outside: candidates that are not in the call's space, and cannot win.
+        began: number of the first trial of the call; None stands for the latest call of the records.
+        also_too_large: returns the candidates that need at least as much of the exhausted memory as one with an OOM.
     """
 
     def __init__(
-        self, hardware: Hardware, job: Job | None = None, candidates: Collection[Candidate] | None = None
+        self,
+        records: Sequence[Record],
+        hardware: Hardware,
+        job: Job | None = None,
+        *,
+        outside: Collection[Candidate] = (),
+        began: int | None = None,
+        also_too_large: Callable[[Candidate, OutcomeKind], Collection[Candidate]] = lambda candidate, kind: (),
     ) -> None:
-        self._hardware, self._job = hardware, job
-        self._candidates = None if candidates is None else frozenset(candidates)
-        self.set_aside: set[Candidate] = set()  # measured candidates outside this call's space
+        self._hardware, self._job, self._outside = hardware, job, outside
+        self._began, self._also_too_large = began, also_too_large
+        self.ended = [record for record in records if record.outcome is not None and record.role != TRAINING]
+        self.trials_now = [record for record in self.ended if began is not None and record.number >= began]
+        self._calls = _calls(records)
+        self._now = max(self._calls.values(), default=0) + (began is not None)
         self.measured: dict[Candidate, Measured] = {}  # a verification replaces the search's measurement
         self.verified: dict[Candidate, Measured] = {}
         self.searched: dict[Candidate, Measured] = {}  # latest measurement of the search
         self.resumed: dict[Candidate, Outcome] = {}  # outcome of the latest resume trial
         self._why_not: dict[Candidate, str] = {}  # reasons why candidates cannot win
-        self._doubted: set[Candidate] = set()  # need at least as much memory as one with an OOM in verification
-        self._most_allocated: dict[int, float] = {}  # by stage: bytes in a search, from which on verification failed
-        self._verifications: dict[Candidate, list[Measurement]] = {}  # verifications in this call
-        self._earlier: dict[Candidate, Measured] = {}  # verifications of earlier calls
-        self._new: set[Candidate] = set()  # measured in this call
-        self._chosen: Candidate | None = None  # choice of the earlier calls
+        self._measured_in: dict[Candidate, int] = {}  # call of the measurement in `measured`
+        self._turns: defaultdict[tuple[int, Candidate], list[Measurement]] = defaultdict(list)  # verifications by call
+        # by role and call: the latest measurement of a search, the mean of the verifications
+        self._means: defaultdict[tuple[str, int], dict[Candidate, Measurement]] = defaultdict(dict)
+        self._checked: list[tuple[Candidate, Outcome]] = []  # verifications and resume trials
+        for record in self.ended:
+            outcome = record.outcome
+            # an OOM on a machine with clearly less memory does not count
+            if outcome is None or hardware.outgrew(outcome.kind, outcome.capacity_bytes):
+                continue
+            self._note_rejection(record.candidate, outcome, record.role)
+            if record.role in (VERIFY, RESUME):
+                self._checked.append((record.candidate, outcome))
+            if record.role == RESUME:
+                self.resumed[record.candidate] = outcome
+            elif outcome.measurement is not None:
+                self._note_measurement(record, outcome.measurement)
 
-    def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        """Record a trial's outcome."""
-        # the probe run of a script, while the job sets another global batch size
-        if self._is_of_another_batch(candidate):
-            self.reject(candidate, "its steps are of another global batch")
-        if self._candidates is not None and candidate not in self._candidates:
-            self.reject(candidate, "it is not in the space of this call")
-            if outcome.measurement is not None:
-                self.set_aside.add(candidate)
-        if role == RESUME:
-            self.resumed[candidate] = outcome
-            # an OOM would also end a resumed training; other failures may be errors of the save itself
-            if outcome.kind.is_oom:
-                self.reject(candidate, f"it does not resume from a checkpoint: {outcome.reason}")
-            return
-        if outcome.measurement is None:
-            if role == VERIFY and outcome.kind.is_attributable_to_candidate:
-                self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
-            return
-        if role == VERIFY:
-            measurements = self._verifications.setdefault(candidate, [])
-            measurements.append(outcome.measurement)
-            self.verified[candidate] = (number, averaged(measurements))
+    def _note_rejection(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
+        if self._is_of_another_batch(candidate):  # the probe run of a script, while the job sets another batch
+            self._why_not.setdefault(candidate, "its steps are of another global batch")
+        if candidate in self._outside:
+            self._why_not.setdefault(candidate, "not in the space of the latest call")
+        # an OOM would also end a resumed training; other failures may be errors of the save itself
+        if role == RESUME and outcome.kind.is_oom:
+            self._why_not.setdefault(candidate, f"it does not resume from a checkpoint: {outcome.reason}")
+        if role == VERIFY and outcome.measurement is None and outcome.kind.is_attributable_to_candidate:
+            self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
+
+    def _note_measurement(self, record: Record, measured: Measurement) -> None:
+        candidate, call = record.candidate, self.call(record)
+        if record.role == VERIFY:
+            self._turns[call, candidate].append(measured)
+            measured = averaged(self._turns[call, candidate])
+            self.verified[candidate] = record.number, measured
         else:
-            self.searched[candidate] = (number, outcome.measurement)
-        if role == VERIFY or candidate not in self.verified:
-            self._new.add(candidate)
-            self.measured[candidate] = self.verified.get(candidate, (number, outcome.measurement))
+            self.searched[candidate] = record.number, measured
+        self._means[record.role, call][candidate] = measured
+        if record.role == VERIFY or candidate not in self.verified:
+            self.measured[candidate] = record.number, measured
+            self._measured_in[candidate] = call
 
-    def replay_calls(self, records: Sequence[Record]) -> None:
-        """Record the trials of a study, in order, with the limits of its calls."""
-        for begins, record in first_of_calls(records):
-            if begins:
-                self.begin_call()
-            self.replay(record)
+    def call(self, record: Record) -> int:
+        """Return the number of the call that a trial belongs to, in order of their starts.
 
-    def replay(self, record: Record) -> None:
-        """Record a stored trial. An OOM on a machine with clearly less memory does not count."""
-        outcome = record.outcome
-        if outcome is None or record.role == TRAINING:
-            return
-        if not self._hardware.outgrew(outcome.kind, outcome.capacity_bytes):
-            self.learn(record.number, record.candidate, outcome, record.role)
+        A call is the work of one tuner. Tuners that worked at the same time count as one call, because the load of the
+        machines was the same for both.
+        """
+        if self._began is not None and record.number >= self._began:
+            return self._now
+        return self._calls[record.tuner]
+
+    def mean_of(self, record: Record) -> Measurement:
+        """Return the mean of a candidate's verifications in the call of one of them."""
+        return self._means[VERIFY, self.call(record)][record.candidate]
 
     def _is_of_another_batch(self, candidate: Candidate) -> bool:
         if self._job is None or self._job.global_batch_size is None:
             return False
         return candidate.rows_per_rank * self._job.data_ranks != self._job.global_batch_size
 
-    def begin_call(self) -> None:
-        """Start a call. Its speeds are compared with those of earlier calls only through a config verified in both.
+    # -- order -------------------------------------------------------------------------------------------------------
 
-        The pace of a machine may change between calls: clocks, load, drivers.
-        """
-        passed = self.passed()
-        self._chosen = self.choose_least_memory(passed) if passed else None
-        self._earlier = dict(self.verified)
-        self._verifications.clear()
-        self._new.clear()
-
-    @property
+    @cached_property
     def incumbent(self) -> Candidate | None:
         """Return the choice of earlier calls, while this call has not verified it; None if there is none.
 
-        Nothing wins against it before this call has verified it, too.
+        Nothing wins against it before this call has verified it, too. The pace of a machine may change between calls:
+        clocks, load, drivers.
         """
-        good = [candidate for candidate in self.verified if not self.why_not(candidate)]
-        if self._chosen in good:
-            return None if self._chosen in self._verifications else self._chosen
-        if not good or any(candidate in self._verifications for candidate in good):
-            return None
-        return self.choose_least_memory(good)
+        earlier = sorted(call for role, call in self._means if role == VERIFY and call < self._now)
+        choices = (self._choice(call) for call in reversed(earlier))
+        chosen = next(filter(None, choices), None)
+        return None if chosen is not None and self.verified_now(chosen) else chosen
 
-    @property
+    @cached_property
+    def chosen(self) -> Candidate | None:
+        """Return the verified candidate that wins: the incumbent, or the choice of this call; None if none has passed."""
+        return self.incumbent or self._choice(self._now)
+
+    def _passing(self, call: int) -> dict[Candidate, Measurement]:
+        means = self._means.get((VERIFY, call), {})
+        return {candidate: measured for candidate, measured in means.items() if not self.why_not(candidate)}
+
+    def _choice(self, call: int) -> Candidate | None:
+        """Return the candidate with the lowest peak among those that win by it; else the fastest. None without any."""
+        passing = self._passing(call)
+        if not passing:
+            return None
+        fastest = max(passing, key=lambda c: passing[c].samples_per_second)
+        saving = [c for c in passing if wins_by_memory(passing[c], passing[fastest])]
+        return min(saving, key=lambda c: passing[c].peak_bytes, default=fastest)
+
+    @cached_property
     def pace(self) -> float:
         """Return this call's speeds divided by those of earlier calls, by what was verified in both; 1 if nothing was."""
-        both = [candidate for candidate in self._verifications if candidate in self._earlier]
-        speeds = ((self.verified[one][1].samples_per_second, self._earlier[one][1].samples_per_second) for one in both)
-        return statistics.median([now / before for now, before in speeds] or [1.0])
+        now, before = self._means.get((VERIFY, self._now), {}), self._earlier
+        ratios = [now[one].samples_per_second / before[one].samples_per_second for one in now if one in before]
+        return statistics.median(ratios or [1.0])
+
+    @cached_property
+    def _earlier(self) -> dict[Candidate, Measurement]:
+        """Latest verifications of earlier calls."""
+        found: dict[Candidate, Measurement] = {}
+        for role, call in sorted(self._means):
+            if role == VERIFY and call < self._now:
+                found |= self._means[role, call]
+        return found
+
+    def is_new(self, candidate: Candidate) -> bool:
+        """Return True if the candidate's measurement is of this call."""
+        return self._measured_in[candidate] == self._now
 
     def _speed(self, candidate: Candidate) -> float:
         """Return samples per second at the pace of this call."""
-        return self.measured[candidate][1].samples_per_second * (1.0 if candidate in self._new else self.pace)
-
-    def reject(self, candidate: Candidate, why: str) -> None:
-        """Record why the candidate cannot win; the first reason is kept."""
-        self._why_not.setdefault(candidate, why)
-
-    def deprioritize(self, candidates: Iterable[Candidate]) -> None:
-        """Rank these candidates last, because they will probably fail verification."""
-        self._doubted.update(candidates)
-
-    def deprioritize_stage(self, stage: int, allocated_bytes: float) -> None:
-        """Rank all candidates of the stage last that hold at least this many bytes in a search."""
-        self._most_allocated[stage] = min(allocated_bytes, self._most_allocated.get(stage, allocated_bytes))
+        speed = self.measured[candidate][1].samples_per_second
+        return speed if self.is_new(candidate) else speed * self.pace
 
     def verified_now(self, candidate: Candidate) -> bool:
         """Return True if this call has verified the candidate."""
-        return candidate in self._verifications
+        return (self._now, candidate) in self._turns
+
+    @cached_property
+    def _doubts(self) -> tuple[set[Candidate], dict[int, float]]:
+        """Candidates, and allocated bytes by stage, that need at least as much as one whose verification failed."""
+        doubted: set[Candidate] = set()
+        least: dict[int, float] = {}
+        for candidate, outcome in self._checked:
+            share = share_that_fits(outcome, self._hardware)
+            if share is None:
+                continue
+            if outcome.kind.is_oom:
+                doubted.update(self._also_too_large(candidate, outcome.kind))
+            if candidate in self.searched and outcome.kind is not OutcomeKind.OOM_HOST:
+                held = share * allocated_bytes(self.searched[candidate][1])
+                least[candidate.stage] = min(held, least.get(candidate.stage, held))
+        return doubted, least
 
     def is_deprioritized(self, candidate: Candidate) -> bool:
         """Return True if a measured candidate will probably fail verification."""
         if candidate in self.verified or candidate not in self.measured:
             return False
-        most = self._most_allocated.get(candidate.stage, math.inf)
-        return candidate in self._doubted or allocated_bytes(self.measured[candidate][1]) >= most
+        doubted, least = self._doubts
+        held = allocated_bytes(self.measured[candidate][1])
+        return candidate in doubted or held >= least.get(candidate.stage, math.inf)
 
     @property
     def rejected(self) -> int:
         """Number of candidates that cannot win."""
-        return len(self._why_not)
+        return sum(self.why_not(one) not in ("", NOT_VERIFIED) for one in {*self._why_not, *self.measured})
 
     def why_not(self, candidate: Candidate) -> str:
         """Return why a candidate is not a verified winner; empty if nothing prevents it."""
@@ -197,28 +241,16 @@ class Leaderboard:
         why = self.why_not(candidate)
         return "" if why in ("", NOT_VERIFIED) else f"rejected: {why}"
 
+    @cached_property
     def feasible(self) -> list[Candidate]:
-        """Return measured candidates under the ceiling, fastest first, doubted ones last.
-
-        Allocator retries count as 2 % less speed.
-        """
-        good = [
-            candidate
-            for candidate, (_, measured) in self.measured.items()
-            if measured.peak_bytes <= self._hardware.ceiling_bytes and candidate not in self._why_not
-        ]
-
-        def worth(candidate: Candidate) -> tuple[bool, float]:
-            measured = self.measured[candidate][1]
-            speed = self._speed(candidate) * (1 - RETRY_SHARE if measured.alloc_retries else 1)
-            return not self.is_deprioritized(candidate), speed
-
-        return sorted(good, key=worth, reverse=True)
+        """Candidates that may win, fastest first, doubted ones last."""
+        able = filter(self.may_win, self.measured)
+        return sorted(able, key=lambda one: (not self.is_deprioritized(one), self._speed(one)), reverse=True)
 
     @property
     def best(self) -> Candidate | None:
         """Return the best feasible candidate, or None."""
-        return next(iter(self.feasible()), None)
+        return next(iter(self.feasible), None)
 
     def least_winning_speed(self) -> float:
         """Return the samples per second below which nothing wins in this call, neither by speed nor by thrift.
@@ -227,19 +259,11 @@ class Leaderboard:
             0 without a measurement. Also 0 if an earlier call made the best one, and this call's pace is unknown.
         """
         best = self.best
-        if best is None or (self.incumbent is not None and best not in self._new):
+        if best is None or (self.incumbent is not None and not self.is_new(best)):
             return 0.0
         measured = self.measured[best][1]
         low = self._speed(best) / (1 + measured.step_seconds_spread / measured.step_seconds)
         return (1 - SPEED_FOR_MEMORY) * low
-
-    def passed(self) -> list[Candidate]:
-        """Return verified candidates that may win: those of this call, or the incumbent alone."""
-        if (incumbent := self.incumbent) is not None:
-            return [incumbent]
-        return [
-            candidate for candidate in self._verifications if candidate in self.verified and not self.why_not(candidate)
-        ]
 
     def contender(self) -> Candidate | None:
         """Return the next candidate to verify.
@@ -248,38 +272,31 @@ class Leaderboard:
             The first candidate if none has passed, or one that looks faster than the best verified one, or as fast with
                 less memory. The incumbent comes before its first contender. None if no such candidate is left.
         """
-        ranked = self.feasible()
-        passed = self.passed()
-        contenders = [candidate for candidate in ranked if candidate not in passed]
+        passed = [self.incumbent] if self.incumbent is not None else list(self._passing(self._now))
+        contenders = [candidate for candidate in self.feasible if candidate not in passed]
         if not passed:
             return next(iter(contenders), None)
-        incumbent = self.incumbent
-        if incumbent is not None:
+        if self.incumbent is not None:
             # a config of this call may be slower than the incumbent was, and faster than it is now
-            new = any(one in self._new and not self.is_deprioritized(one) for one in contenders)
-            return incumbent if new or self._looks_better(contenders, incumbent) else None
-        best = max(passed, key=self._speed)
-        return self._looks_better(contenders, best)
+            new = any(self.is_new(one) and not self.is_deprioritized(one) for one in contenders)
+            return self.incumbent if new or self._looks_better(contenders, self.incumbent) else None
+        return self._looks_better(contenders, max(passed, key=self._speed))
 
     def _looks_better(self, contenders: Sequence[Candidate], best: Candidate) -> Candidate | None:
         """Return the first contender that may win against the best verified candidate, or None."""
         measured, speed = self.verified[best][1], self._speed(best)
         # a search measures for one second and verification for three, so a candidate within both uncertainties is
         # verified too
-        near = 1 - RIVAL_SHARE if len(self._verifications) == 1 else 1.0
+        near = 1 - RIVAL_SHARE if sum(call == self._now for call, _ in self._turns) == 1 else 1.0
         for candidate in contenders:
-            other, its_speed = self.measured[candidate][1], self._speed(candidate)
+            needed = near * speed
             if candidate in self._earlier:  # an earlier call has chosen another one; only its pace may differ
-                if its_speed > speed:
-                    return candidate
-                continue
-            if self.is_deprioritized(candidate):
-                if (1 - RIVAL_SHARE) * its_speed > speed:
-                    return candidate
-                continue
-            if its_speed > near * speed:
+                needed = speed
+            elif self.is_deprioritized(candidate):
+                needed = speed / (1 - RIVAL_SHARE)
+            elif self.is_new(candidate) == self.is_new(best) and wins_by_memory(self.measured[candidate][1], measured):
                 return candidate
-            if (candidate in self._new) == (best in self._new) and wins_by_memory(other, measured):
+            if self._speed(candidate) > needed:
                 return candidate
         return None
 
@@ -291,19 +308,75 @@ class Leaderboard:
         Returns:
             None if this is done, or if one candidate is clearly faster.
         """
-        ranked = sorted(self.passed(), key=lambda c: self.verified[c][1].samples_per_second, reverse=True)[:2]
-        if len(ranked) < 2 or any(candidate not in self._verifications for candidate in ranked):
+        passing = self._passing(self._now)
+        ranked = sorted(passing, key=lambda c: passing[c].samples_per_second, reverse=True)[:2]
+        if self.incumbent is not None or len(ranked) < 2:
             return None
-        first, second = (self.verified[candidate][1].samples_per_second for candidate in ranked)
-        if second < (1 - RIVAL_SHARE) * first or sum(len(self._verifications[candidate]) for candidate in ranked) > 2:
+        first, second = (passing[candidate].samples_per_second for candidate in ranked)
+        if second < (1 - RIVAL_SHARE) * first or sum(len(self._turns[self._now, one]) for one in ranked) > 2:
             return None
-        return min(ranked, key=list(self._verifications).index)
+        return min(ranked, key=list(passing).index)
 
-    def choose_least_memory(self, passed: list[Candidate]) -> Candidate:
-        """Return the candidate with the lowest peak among those that win by it; else the fastest."""
-        fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
-        saving = [c for c in passed if wins_by_memory(self.verified[c][1], self.verified[fastest][1])]
-        return min(saving, key=lambda c: self.verified[c][1].peak_bytes, default=fastest)
+    # -- comparison --------------------------------------------------------------------------------------------------
+
+    def ratio(self, winner: Candidate | None, other: Candidate) -> SpeedRatio | None:
+        """Return the winner's speed divided by another's, from the latest call that measured both alike.
+
+        Only measurements of one call and one role are compared. Verifications are longer and come first.
+
+        Returns:
+            None if no call has measured both alike, or if they are the same.
+        """
+        if winner is None or winner == other:
+            return None
+        for place in sorted(self._means, key=lambda place: (place[0] == VERIFY, place[1]), reverse=True):
+            here = self._means[place]
+            if winner in here and other in here:
+                return SpeedRatio.of(here[winner], here[other])
+        return None
+
+    def verification(self, winner: Candidate, tuner: str | None) -> Measurement | None:
+        """Return the winner's verification in a tuner's call; None unless it is the latest one."""
+        calls = [call for call, candidate in self._turns if candidate == winner]
+        if not calls or self._calls.get(tuner) != max(calls):
+            return None
+        return self._means[VERIFY, max(calls)][winner]
+
+    def why_not_compared(self, winner: Candidate, record: Record) -> str:
+        """Return why a measured trial of another config says nothing about the winner; empty if it does."""
+        if record.candidate == winner:
+            return ""
+        call = self.call(record)
+        if not any(winner in self._means.get((role, call), {}) for role in (SEARCH, VERIFY)):
+            return "of another call than the winner's: not compared"
+        return "" if self.ratio(winner, record.candidate) else "not measured as the winner was: not compared"
+
+
+def share_that_fits(outcome: Outcome, hardware: Hardware) -> float | None:
+    """Return the share of the memory of a verification that would fit; None unless memory made it fail.
+
+    An OOM and allocator retries show only that the peak was too high.
+    """
+    measured = outcome.measurement
+    if measured is None:
+        return 1.0 if outcome.kind.is_oom else None  # a hang or a crash says nothing about other candidates
+    if measured.peak_bytes > hardware.ceiling_bytes:
+        return hardware.ceiling_bytes / measured.peak_bytes
+    return 1.0 if measured.alloc_retries else None
+
+
+def _calls(records: Sequence[Record]) -> dict[str | None, int]:
+    """Return the number of the call of each tuner; tuners whose trials began in turns share one."""
+    began: dict[str | None, list[str]] = {}
+    for record in records:
+        began.setdefault(record.tuner, []).append(record.started)
+    calls, latest, number = {}, "", -1
+    for tuner, starts in sorted(began.items(), key=lambda item: min(item[1])):
+        if number < 0 or min(starts) >= latest:
+            number += 1
+        calls[tuner] = number
+        latest = max(latest, *starts)
+    return calls
 
 
 def allocated_bytes(measured: Measurement) -> int:
@@ -342,7 +415,7 @@ def wins_by_memory(one: Measurement, best: Measurement) -> bool:
     return (
         SpeedRatio.of(one, best).is_noise
         and one.samples_per_second >= (1 - SPEED_FOR_MEMORY) * best.samples_per_second
-        and one.peak_bytes < MEMORY_FOR_SPEED * best.peak_bytes
+        and one.peak_bytes < (1 - SPEED_FOR_MEMORY) * best.peak_bytes
     )
 
 
@@ -459,33 +532,172 @@ class Reference:
         }
 
 
-@dataclass(frozen=True)
 class StudyFacts:
-    """Facts about the verdict of a finished or running study, each computed once.
+    """Facts about the verdict of a finished or running study: functions of its trials.
 
     A rival was measured as the winner was: in the same call, and both in verification or both in the search. The pace of a
     machine may change in between.
+
+    Args:
+        records: all trials in order.
+        hardware: gives the memory ceiling.
+        winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
+            ceiling is lower now.
+        set_aside: numbers of trials outside the space of the latest call.
+        call: the latest call.
+        references: trials without DeepSpeed.
     """
 
-    winner: Record | None  # its measurement is the mean of the verifications of a call
-    verified: bool
-    best: Record | None  # the best that can still win: the winner, or the first of the leaderboard
-    tied: tuple[RunnerUp, ...]  # the intervals overlap the winner's
-    slower: tuple[RunnerUp, ...]  # clearly slower than the winner, fastest first
-    faster: tuple[RunnerUp, ...]  # clearly faster than the winner, and not chosen: unverified, or measured since
-    apart: tuple[Candidate, ...]  # may win, and were never measured as the winner was
-    remarks: Mapping[int, str]  # by trial number: why a measured trial cannot win
-    not_compared: Mapping[int, str]  # by trial number: why a measured trial that may win has no ratio to the winner
-    own: Record | None  # trial of the script's own config
-    own_ratio: SpeedRatio | None  # the winner's speed divided by that of the script's own config
-    closest: Record | None  # the config closest to fitting, if memory is why nothing can win
-    too_large: tuple[Candidate, ...]  # with a device OOM, or measured above the ceiling
-    # (kind and reason of a trial without a measurement, count), most frequent first
-    failures: tuple[tuple[str, int], ...]
-    trials: int  # ended trials
-    cut_short: bool  # nothing was measured, and the budget ended a trial
-    call: Call  # the latest
-    references: tuple[Reference, ...] = ()  # measured in the call that last verified the winner
+    def __init__(
+        self,
+        records: Sequence[Record],
+        job: Job,
+        hardware: Hardware,
+        *,
+        winner: int | None = None,
+        set_aside: Collection[int] = (),
+        call: Call = NO_CALL,
+        references: Sequence[Record] = (),
+    ) -> None:
+        self._records, self._job, self._hardware, self.call = records, job, hardware, call
+        self._set_aside, self._references = set_aside, references
+        chosen = next((one.candidate for one in records if one.number == winner), None)
+        outside = {one.candidate for one in records if one.number in set_aside} - {chosen}
+        self._board = board = Leaderboard(records, hardware, job, outside=outside)
+        self._at = chosen if chosen is not None and board.may_win(chosen) else None
+        self.verified = self._at in board.verified
+        self._ended = [(one, one.outcome) for one in board.ended if one.outcome is not None]
+        self.trials = len(self._ended)
+        self.own = next(
+            (one for one in reversed(records) if one.note == AS_IS), None
+        )  # trial of the script's own config
+
+    def _as_measured(self, candidate: Candidate | None) -> Record | None:
+        """Return the record of a candidate's measurement, with the mean of its verifications."""
+        if candidate is None:
+            return None
+        number, measured = self._board.measured[candidate]
+        record = next(one for one in self._records if one.number == number)
+        assert record.outcome is not None
+        return dataclasses.replace(record, outcome=dataclasses.replace(record.outcome, measurement=measured))
+
+    @cached_property
+    def winner(self) -> Record | None:
+        """Trial of the winner; its measurement is the mean of the verifications of a call."""
+        return self._as_measured(self._at)
+
+    @cached_property
+    def best(self) -> Record | None:
+        """Trial of the best that can still win: the winner, or the first of the leaderboard."""
+        return self._as_measured(self._at or self._board.best)
+
+    @cached_property
+    def _rivals(self) -> list[RunnerUp]:
+        found = []
+        for other in self._others:
+            if ratio := self._board.ratio(self._at, other):
+                peak_bytes = self._board.measured[other][1].peak_bytes
+                found.append(RunnerUp(other, ratio, peak_bytes, other in self._board.verified))
+        return sorted(found, key=lambda one: one.ratio.times)
+
+    @property
+    def _others(self) -> list[Candidate]:
+        """Measured candidates that may win instead of the winner."""
+        return [one for one in self._board.measured if self._at not in (None, one) and self._board.may_win(one)]
+
+    @property
+    def tied(self) -> tuple[RunnerUp, ...]:
+        """Rivals whose intervals overlap the winner's."""
+        return tuple(one for one in self._rivals if one.ratio.is_noise)
+
+    @property
+    def slower(self) -> tuple[RunnerUp, ...]:
+        """Rivals that are clearly slower than the winner, fastest first."""
+        return tuple(one for one in self._rivals if one.ratio.low > 1)
+
+    @property
+    def faster(self) -> tuple[RunnerUp, ...]:
+        """Rivals that are clearly faster than the winner, and not chosen: unverified, or measured since."""
+        return tuple(one for one in self._rivals if one.ratio.high < 1)
+
+    @property
+    def apart(self) -> list[Candidate]:
+        """Candidates that may win, and were never measured as the winner was."""
+        return [one for one in self._others if self._board.ratio(self._at, one) is None]
+
+    @cached_property
+    def remarks(self) -> dict[int, str]:
+        """By trial number: why a measured trial cannot win."""
+        texts = {one.number: self._board.remark(one.candidate, outcome) for one, outcome in self._ended}
+        return {number: text for number, text in texts.items() if text}
+
+    @cached_property
+    def not_compared(self) -> dict[int, str]:
+        """By trial number: why a measured trial that may win has no ratio to the winner."""
+        if self._at is None:
+            return {}
+        measured = [one for one, outcome in self._ended if outcome.measurement is not None]
+        texts = {one.number: self._board.why_not_compared(self._at, one) for one in measured}
+        return {number: text for number, text in texts.items() if text and number not in self.remarks}
+
+    @property
+    def own_ratio(self) -> SpeedRatio | None:
+        """The winner's speed divided by that of the script's own config."""
+        if self.own is None or self.own.outcome is None or self.own.outcome.measurement is None:
+            return None
+        return self._board.ratio(self._at, self.own.candidate)
+
+    @cached_property
+    def closest(self) -> Record | None:
+        """Trial closest to fitting, if memory is why nothing can win: the furthest phase, then the fewest missing bytes."""
+        order, found = [phase.value for phase in Phase], []
+        for record, outcome in self._ended:
+            missing = missing_bytes(outcome, self._hardware)
+            if missing is not None and record.number not in self._set_aside:
+                found.append((-order.index(outcome.phase.value), missing, record))
+        if self.best is not None or not found:
+            return None
+        return min(found, key=lambda item: item[:2])[2]
+
+    @property
+    def too_large(self) -> tuple[Candidate, ...]:
+        """Candidates with a device OOM, or measured above the ceiling."""
+        device = [(one, outcome) for one, outcome in self._ended if outcome.kind is not OutcomeKind.OOM_HOST]
+        return tuple(one.candidate for one, outcome in device if missing_bytes(outcome, self._hardware) is not None)
+
+    @property
+    def failures(self) -> list[tuple[str, int]]:
+        """(kind and reason of a trial without a measurement, count), most frequent first."""
+        failed = [outcome for _, outcome in self._ended if outcome.measurement is None and not outcome.ok]
+        return Counter(f"{one.kind.value}: {one.reason}" for one in failed).most_common()
+
+    @property
+    def cut_short(self) -> bool:
+        """True if nothing was measured, and the budget ended a trial."""
+        return not self._board.measured and any(one.source is Source.BUDGET for _, one in self._ended)
+
+    @cached_property
+    def references(self) -> tuple[Reference, ...]:
+        """References of the winner's latest verification; one that trains something else has no ratio."""
+        return tuple(filter(None, map(self._reference, self._references)))
+
+    def _reference(self, record: Record) -> Reference | None:
+        winner, job = self.winner, self._job
+        if winner is None or winner.outcome is None or record.outcome is None:
+            return None
+        theirs = self._board.verification(winner.candidate, record.tuner)
+        if theirs is None or samples(job, record.candidate) != samples(job, winner.candidate):
+            return None
+        name, training = reference_name(record.candidate.stage, job), ""
+        measured, trace, won = record.outcome.measurement, record.outcome.trace, winner.outcome.trace
+        if measured is None:
+            return Reference(name, record.candidate, record.outcome, None, "", 0)
+        ratio: SpeedRatio | None = SpeedRatio.of(measured, theirs)
+        if trace and won:
+            seen = compare(won, winner.candidate, trace, record.candidate, is_users=False)
+            training, ratio = seen.line, None if seen.verdict is Verdict.DIFFERS else ratio
+        over = measured.peak_bytes - self._hardware.ceiling_bytes
+        return Reference(name, record.candidate, record.outcome, ratio, training, over)
 
     @property
     def next_best(self) -> RunnerUp | None:
@@ -519,7 +731,7 @@ class StudyFacts:
     def _named(self, rival: RunnerUp) -> str:
         """Return a tied config, with the memory that it would save."""
         peak_bytes = self._winner_measured.peak_bytes
-        if rival.peak_bytes >= MEMORY_FOR_SPEED * peak_bytes:
+        if rival.peak_bytes >= (1 - SPEED_FOR_MEMORY) * peak_bytes:
             return str(rival.candidate)
         unverified = "" if rival.verified else ", not verified"
         return f"{rival.candidate} ({format_bytes(peak_bytes - rival.peak_bytes)} less memory{unverified})"
@@ -536,7 +748,7 @@ class StudyFacts:
             slowest = max(rival.ratio.times for rival in (*self.slower, *self.tied))
             beyond, ratio = " that is not tied" if self.tied else "", self.next_best.ratio
             then, now = ratio.samples_per_second, self._winner_measured.samples_per_second
-            alike = "" if 1 / SHOWN_DRIFT < then / now < SHOWN_DRIFT else f": {ratio.speeds}"
+            alike = "" if f"{then:.3g}" == f"{now:.3g}" else f": {ratio.speeds}"
             lines.append(
                 f"{format_change(ratio.times - 1)} against the next best{beyond} "
                 f"({self.next_best.candidate}{alike}), {slowest:.1f}x the slowest of {count} measured that fit"
@@ -584,202 +796,6 @@ class StudyFacts:
         }
 
 
-def study_facts(
-    records: Sequence[Record],
-    job: Job,
-    hardware: Hardware,
-    *,
-    winner: int | None = None,
-    set_aside: Collection[int] = (),
-    call: Call = NO_CALL,
-    references: Sequence[Record] = (),
-) -> StudyFacts:
-    """Return the facts of a study.
-
-    Args:
-        records: all trials in order.
-        hardware: gives the memory ceiling.
-        winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
-            ceiling is lower now.
-        set_aside: numbers of trials outside the space of the latest call.
-        call: the latest call.
-        references: trials without DeepSpeed.
-    """
-    leaderboard, alike = Leaderboard(hardware, job), MeasuredAlike(records)
-    chosen = next((one.candidate for one in records if one.number == winner), None)
-    aside = {one.candidate for one in records if one.number in set_aside} - {chosen}
-    leaderboard.replay_calls(records)
-    for candidate in aside:
-        leaderboard.reject(candidate, "not in the space of the latest call")
-    at = chosen if chosen is not None and leaderboard.may_win(chosen) else None
-    won = _as_measured(records, leaderboard, at)
-    groups: dict[str, list[RunnerUp]] = {"tied": [], "slower": [], "faster": []}
-    apart = []
-    for other, (_, theirs) in leaderboard.measured.items():
-        if at in (None, other) or not leaderboard.may_win(other):
-            continue
-        if (ratio := alike.ratio(at, other)) is None:
-            apart.append(other)
-        else:
-            group = "tied" if ratio.is_noise else "slower" if ratio.times > 1 else "faster"
-            groups[group].append(RunnerUp(other, ratio, theirs.peak_bytes, other in leaderboard.verified))
-    tied, slower, faster = (tuple(sorted(found, key=lambda one: one.ratio.times)) for found in groups.values())
-    own = next((one for one in reversed(records) if one.note == AS_IS), None)
-    best = at if at is not None else next(filter(leaderboard.may_win, leaderboard.feasible()), None)
-    ended = [(one, one.outcome) for one in records if one.outcome is not None and one.role != TRAINING]
-    remarks = {one.number: text for one, end in ended if (text := leaderboard.remark(one.candidate, end))}
-    not_compared = {
-        one.number: why
-        for one, end in ended
-        if at is not None and end.measurement is not None and one.number not in remarks
-        if (why := alike.why_not_compared(at, one))
-    }
-    failures = Counter(f"{one.kind.value}: {one.reason}" for _, one in ended if one.measurement is None and not one.ok)
-    return StudyFacts(
-        winner=won,
-        verified=at in leaderboard.verified,
-        best=_as_measured(records, leaderboard, best),
-        tied=tied,
-        slower=slower,
-        faster=faster,
-        apart=tuple(apart),
-        remarks=remarks,
-        not_compared=not_compared,
-        own=own,
-        own_ratio=alike.ratio(at, own.candidate) if own and own.outcome and own.outcome.measurement else None,
-        closest=None
-        if best is not None
-        else _closest([one for one in records if one.number not in set_aside], hardware),
-        too_large=tuple(
-            one.candidate
-            for one, end in ended
-            if end.kind is not OutcomeKind.OOM_HOST and missing_bytes(end, hardware) is not None
-        ),
-        failures=tuple(failures.most_common()),
-        trials=len(ended),
-        cut_short=not leaderboard.measured and any(one.source is Source.BUDGET for _, one in ended),
-        call=call,
-        references=_references(references, won, job, hardware, alike) if won is not None else (),
-    )
-
-
-def _references(
-    references: Sequence[Record], winner: Record, job: Job, hardware: Hardware, alike: MeasuredAlike
-) -> tuple[Reference, ...]:
-    """Return the references of the winner's latest verification; one that trains something else has no ratio."""
-    found = []
-    for record in references:
-        theirs = alike.verification(winner.candidate, record.tuner)
-        if theirs is None or record.outcome is None or samples(job, record.candidate) != samples(job, winner.candidate):
-            continue
-        measured, trace, training = record.outcome.measurement, record.outcome.trace, ""
-        ratio = SpeedRatio.of(measured, theirs) if measured else None
-        won = winner.outcome.trace if winner.outcome is not None else None
-        if measured and trace and won:
-            seen = compare(won, winner.candidate, trace, record.candidate, is_users=False)
-            training, ratio = seen.line, None if seen.verdict is Verdict.DIFFERS else ratio
-        over = measured.peak_bytes - hardware.ceiling_bytes if measured else 0
-        name = reference_name(record.candidate.stage, job)
-        found.append(Reference(name, record.candidate, record.outcome, ratio, training, over))
-    return tuple(found)
-
-
-class MeasuredAlike:
-    """Measurements of a study, each with the call that took it. Only those of one call and one role are compared.
-
-    A call is the work of one tuner. Tuners that worked at the same time count as one call, because the load of the machines
-    was the same for both.
-
-    Args:
-        records: all trials in order.
-    """
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._call_of_tuner = _calls(records)
-        measurements: dict[tuple[str, int], dict[Candidate, list[Measurement]]] = {}
-        for record in records:
-            if (
-                record.role in (SEARCH, VERIFY)
-                and record.outcome is not None
-                and record.outcome.measurement is not None
-            ):
-                here = measurements.setdefault((record.role, self.call(record)), {})
-                # the search measures again only what has changed, as after an interruption: the latest counts
-                before = here.get(record.candidate, []) if record.role == VERIFY else []
-                here[record.candidate] = [*before, record.outcome.measurement]
-        self._measured = {
-            place: {candidate: averaged(found) for candidate, found in here.items()}
-            for place, here in measurements.items()
-        }
-
-    def call(self, record: Record) -> int:
-        """Return the number of the call that a trial belongs to, in order of their starts."""
-        return self._call_of_tuner[record.tuner]
-
-    def ratio(self, winner: Candidate | None, other: Candidate) -> SpeedRatio | None:
-        """Return the winner's speed divided by another's, from the latest call that measured both alike.
-
-        Verifications are longer and come first.
-
-        Returns:
-            None if no call has measured both alike, or if they are the same.
-        """
-        if winner is None or winner == other:
-            return None
-        for place in sorted(self._measured, key=lambda place: (place[0] == VERIFY, place[1]), reverse=True):
-            here = self._measured[place]
-            if winner in here and other in here:
-                return SpeedRatio.of(here[winner], here[other])
-        return None
-
-    def verification(self, winner: Candidate, tuner: str | None) -> Measurement | None:
-        """Return the winner's verification in a tuner's call; None unless it is the latest one."""
-        calls = [call for role, call in self._measured if role == VERIFY and winner in self._measured[role, call]]
-        if not calls or self._call_of_tuner.get(tuner) != max(calls):
-            return None
-        return self._measured[VERIFY, max(calls)][winner]
-
-    def why_not_compared(self, winner: Candidate, record: Record) -> str:
-        """Return why a measured trial of another config says nothing about the winner; empty if it does."""
-        if record.candidate == winner:
-            return ""
-        call = self.call(record)
-        if not any(winner in self._measured.get((role, call), {}) for role in (SEARCH, VERIFY)):
-            return "of another call than the winner's: not compared"
-        return "" if self.ratio(winner, record.candidate) else "not measured as the winner was: not compared"
-
-
-def first_of_calls(records: Sequence[Record]) -> Iterator[tuple[bool, Record]]:
-    """Yield (True if the trial is the first of a call after another one, trial)."""
-    calls = _calls(records)
-    for before, record in zip([None, *records], records, strict=False):
-        yield before is not None and calls[before.tuner] != calls[record.tuner], record
-
-
-def _calls(records: Sequence[Record]) -> dict[str | None, int]:
-    """Return the number of the call of each tuner; tuners whose trials began in turns share one."""
-    began: dict[str | None, list[str]] = {}
-    for record in records:
-        began.setdefault(record.tuner, []).append(record.started)
-    calls, latest, number = {}, "", -1
-    for tuner, starts in sorted(began.items(), key=lambda item: min(item[1])):
-        if number < 0 or min(starts) >= latest:
-            number += 1
-        calls[tuner] = number
-        latest = max(latest, *starts)
-    return calls
-
-
-def _as_measured(records: Sequence[Record], leaderboard: Leaderboard, candidate: Candidate | None) -> Record | None:
-    """Return the record of a candidate's measurement, with the mean of its verifications."""
-    if candidate is None:
-        return None
-    number, measured = leaderboard.measured[candidate]
-    record = next(one for one in records if one.number == number)
-    assert record.outcome is not None
-    return dataclasses.replace(record, outcome=dataclasses.replace(record.outcome, measurement=measured))
-
-
 def missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
     """Return a lower bound of the bytes by which a config missed the ceiling.
 
@@ -792,48 +808,19 @@ def missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
     return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
 
 
-def _closest(records: Sequence[Record], hardware: Hardware) -> Record | None:
-    """Return the trial closest to fitting: the furthest phase, then the fewest missing bytes. None if memory failed none."""
-    order = [phase.value for phase in Phase]
-    over = [
-        (-order.index(record.outcome.phase.value), missing, record)
-        for record in records
-        if record.outcome is not None and (missing := missing_bytes(record.outcome, hardware)) is not None
-    ]
-    return min(over, key=lambda item: item[:2])[2] if over else None
-
-
-def dashboard_note(facts: StudyFacts, number: int, why: str, shown: Record | None, hardware: Hardware) -> str:
-    """Return a Markdown note that names the winner and explains why the dashboard may show another best trial.
+def dashboard_note(facts: StudyFacts, number: int, why: str) -> str:
+    """Return a Markdown note for Optuna's dashboard, which names the winner.
 
     Args:
         facts: of the study.
+        number: trial of the winner.
         why: how the winner was chosen.
-        shown: the dashboard's best trial.
     """
     lines = [f"**autotune's winner is trial {number}** ({why})."]
     if facts.winner is not None:
         lines += [f"It is {line}." if line.startswith("tied") else f"{line}." for line in facts.comparison()]
-    if shown is not None and shown.number != number:
-        lines.append(
-            f"The best trial as this dashboard shows it, {shown.number}, {_why_not_shown(facts, shown, hardware)}"
-        )
     lines.append(
-        "Trials that did not fit are shown as pruned; `kind` says how each ended, and `over_gib` by how much it was above the "
-        "memory ceiling. `autotune report` has the whole study on one page."
-    )
-    lines.append(
-        "Read hyperparameter importances with care: a knob that exists only under another, like the ratio of an offload, is "
-        "compared only over the trials that have it, and the search tries promising candidates more often than others."
+        "Trials that did not fit are shown as pruned, and the best trial here is the fastest measured one. "
+        "`autotune report` has the whole study on one page."
     )
     return "\n\n".join(lines)
-
-
-def _why_not_shown(facts: StudyFacts, shown: Record, hardware: Hardware) -> str:
-    if shown.outcome and any(value > 0 for value in constraints(shown.outcome, hardware).values()):
-        return "does not fit: it was recorded by an earlier version, or under another ceiling."
-    if facts.winner is not None and facts.winner.candidate == shown.candidate:
-        return "is the same config, as the search measured it."
-    if why := facts.remark(shown.number):
-        return f"is another config, which was faster in the search; {why}."
-    return "is another config, which looked faster when it was measured; it is not the winner."

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
-from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
+from autotune.search.leaderboard import Leaderboard, StudyFacts, dashboard_note
 from autotune.search.storage import (
     DATABASES,
     HEARTBEAT_SECONDS,
@@ -50,7 +50,6 @@ from autotune.search.trials import (
     Record,
     attributes,
     begin,
-    best_shown,
     kept_if_it_fails,
     now,
     outcomes_kept_in_folder,
@@ -345,6 +344,25 @@ class StudyStore:
         have = f"0 to {records[-1].number}" if records else "none yet"
         raise UserError(f"study {self.name} has no trial {number}: its trials are {have}")
 
+    def leaderboard(
+        self,
+        hardware: Hardware,
+        job: Job,
+        candidates: Set[Candidate],
+        began: int,
+        also_too_large: Callable[[Candidate, OutcomeKind], Collection[Candidate]] = lambda candidate, kind: (),
+    ) -> Leaderboard:
+        """Return the trials as a call sees them whose first trial has the number `began`.
+
+        Args:
+            hardware: of the call.
+            job: of the call.
+            candidates: the call's space, which may differ from that of earlier calls.
+        """
+        records = self.records()
+        outside = {record.candidate for record in records} - candidates
+        return Leaderboard(records, hardware, job, outside=outside, began=began, also_too_large=also_too_large)
+
     def measured(self) -> dict[Candidate, Measurement]:
         """Return the latest measurement of every measured candidate."""
         return {
@@ -502,9 +520,7 @@ class StudyStore:
     def set_winner(self, number: int, why: str) -> None:
         """Store the winner and the reason, and write the note for Optuna's dashboard."""
         self._set("winner", {"number": number, "why": why})
-        best = best_shown(self.study)
-        shown = next((record for record in self.records() if record.number == best), None)
-        save_note(self.study, dashboard_note(self.facts(), number, why, shown, self.hardware))
+        save_note(self.study, dashboard_note(self.facts(), number, why))
 
     @property
     def winner(self) -> Record | None:
@@ -517,7 +533,7 @@ class StudyStore:
     def facts(self) -> StudyFacts:
         """Return the facts of the study's verdict, which every output reads."""
         chosen = self.attributes.get("winner")
-        return study_facts(
+        return StudyFacts(
             self.records(),
             self.job,
             self.hardware,

@@ -287,8 +287,7 @@ def _all_of(name: str) -> tuple[Value, ...]:
 #   (`samplers/_tpe/sampler.py`, `_split_trials`), so the sampler is unaffected, and the dashboard's best trial fits.
 # * A candidate that does not fit gets the attribute that the dashboard reads, so that its plots show the trial as
 #   infeasible.
-# * A note names autotune's winner and how the dashboard's best trial differs from it. Verification chooses the winner,
-#   and a finished trial cannot be changed.
+# * A note names autotune's winner. Verification chooses it, and a finished trial cannot be changed.
 # * Each trial has flat attributes, which become columns of the dashboard's table.
 
 # names from `_note.py`; a body under 2045 characters is one piece
@@ -335,14 +334,6 @@ def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: H
         study.tell(trial, measured.samples_per_second)
     else:
         study.tell(trial, state=TrialState.PRUNED)
-
-
-def best_shown(study: optuna.Study) -> int | None:
-    """Return the number of the dashboard's best trial; None if it has none."""
-    try:
-        return study._storage.get_best_trial(study._study_id).number
-    except ValueError:
-        return None
 
 
 def save_note(study: optuna.Study, text: str) -> None:

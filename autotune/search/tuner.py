@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections import Counter
@@ -10,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, Protocol
 
 from autotune.errors import MachineError, Stopped, Unusable, UserError, one_line
@@ -30,21 +30,14 @@ from autotune.problem.candidate import (
     samples,
 )
 from autotune.problem.knobs import lossy_of
-from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.rank.ds_config import why_no_reference
 from autotune.script.profile import own_candidate
 from autotune.search.belief import HOPELESS_SIGMAS
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
-from autotune.search.concurrency import PeerTrials, SearchWorkers
-from autotune.search.leaderboard import (
-    NOT_VERIFIED,
-    Leaderboard,
-    Measured,
-    allocated_bytes,
-    first_of_calls,
-    reference_name,
-)
+from autotune.search.concurrency import SearchWorkers
+from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, reference_name, share_that_fits
 from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
 from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
@@ -54,6 +47,7 @@ from autotune.util.units import counted, format_bytes, format_duration
 # -- tuner -------------------------------------------------------------------------------------------------------------
 
 MAX_VERIFIED = 4
+MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
 VERIFYING_SHARE = 0.8  # share of the time left in which a verification starts and measures; the rest is for the save
 _LOOK_SECONDS = 0.5  # seconds between polls of peer trials
 
@@ -93,24 +87,20 @@ class Tuner:
     ) -> None:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
-        self.leaderboard = Leaderboard(proposer.hardware, proposer.job, proposer.candidates)
         script = proposer.job.script
-        self._own = own_candidate(script) if script is not None and script.profile else None
-        self.budget = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
+        own = own_candidate(script) if script is not None and script.profile else None
         workers = workers or SearchWorkers()
-        self.trials = TrialRecorder(store, proposer, self.leaderboard, self.budget, workers, self.observer, cancelled)
+        look = lambda: self.leaderboard  # noqa: E731
+        self.budget = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, look, own)
+        self.trials = TrialRecorder(store, proposer, self.budget, workers, self.observer, cancelled)
         self.loop = SearchLoop(self.trials, [executor, *beside], search_spec, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_spec)
         self.references = References(self.trials, executor) if references else None
 
-    def _best(self) -> tuple[Candidate, Measurement] | None:
-        best = self.leaderboard.best
-        return (best, self.leaderboard.measured[best][1]) if best else None
-
-    def _due(self) -> int:
-        if self.leaderboard.measured.keys() == {self._own} and not self.trials.ended_trials:
-            return 0  # a first candidate is worth more than a verification of that one
-        return 2 if self.leaderboard.incumbent is not None else 1
+    @property
+    def leaderboard(self) -> Leaderboard:
+        """Leaderboard of the trials so far."""
+        return self.trials.leaderboard
 
     def run(self) -> SearchSummary:
         """Search, then verify.
@@ -119,11 +109,9 @@ class Tuner:
             UserError: the model or the script fails with any candidate.
             MachineError: the machine failed repeatedly before the first measurement.
         """
-        self.budget.begin()
         self.trials.replay_study()
-        if line := mark_out_of_space(self.store, self.leaderboard.set_aside):
+        if line := mark_out_of_space(self.store, self.proposer.candidates):
             self.observer.print_line(line)
-        self.trials.begin_call()
         self.store.begin_call(self.budget.budget_seconds)
         try:
             stop, winner, verified = self._search_and_verify()
@@ -183,7 +171,7 @@ class SearchLoop:
     ) -> None:
         self.trials, self.measure_spec, self.max_trials = trials, measure_spec, max_trials
         self.executor, self._beside = executors[0], executors[1:]
-        self.proposer, self.workers, self.peers = trials.proposer, trials.workers, trials.peers
+        self.proposer, self.workers = trials.proposer, trials.workers
         self._tried = 0
 
     @property
@@ -202,7 +190,7 @@ class SearchLoop:
         with ThreadPoolExecutor(len(self._beside)) as pool:
             # all executors open before the first trial, because their imports would slow measurements
             opened = list(pool.map(self._open, self._beside))
-            for executor in compress(self._beside, opened):
+            for executor in itertools.compress(self._beside, opened):
                 pool.submit(self._work_beside, executor)
             with self.workers.capture_failure(), self.workers.locked():
                 stop = self._work(self.executor)
@@ -230,7 +218,7 @@ class SearchLoop:
             proposal = self.proposer.next(budget.left_seconds - budget.reserve_seconds)
             if proposal is None:
                 # the running trials' outcomes may open new candidates, or be lost and retried
-                if self.peers.running_elsewhere or self.workers.at_work:
+                if self.trials.running_elsewhere or self.workers.at_work:
                     self._await_news()
                     continue
                 return self.proposer.stopped or StopReason.ALL_TRIED.stop()
@@ -247,7 +235,7 @@ class SearchLoop:
         """Wait until a trial of a peer or another worker starts or ends, or this call must stop."""
 
         def state() -> tuple[int, list[Record], int]:
-            return len(self.peers.known), self.peers.running_elsewhere, len(self.workers.at_work)
+            return len(self.trials.known), self.trials.running_elsewhere, len(self.workers.at_work)
 
         before = state()
         while before == state() and self.why_stop() is None:
@@ -272,8 +260,8 @@ class SearchLoop:
             return StopReason.WORKER_FAILED.stop()
         if self.max_trials is not None and self._tried + len(self.workers.at_work) >= self.max_trials:
             return StopReason.MAX_TRIALS.stop(count=self.max_trials)
-        if trials.failures.machine_fails:
-            return StopReason.MACHINE_FAILED_REPEATEDLY.stop(count=trials.failures.machine_failures)
+        if trials.machine_failures >= MACHINE_FAILURES:
+            return StopReason.MACHINE_FAILED_REPEATEDLY.stop(count=trials.machine_failures)
         least = budget.least_trial_seconds if trials.leaderboard.measured else 0.0
         return StopReason.BUDGET_USED.stop() if budget.left_seconds <= budget.reserve_seconds + least else None
 
@@ -281,7 +269,8 @@ class SearchLoop:
         """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
         self.trials.poll_peers()
         if self.trials.store.shared or self.parallel:
-            self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
+            searched = [record.candidate for record in self.trials.running_elsewhere if record.role == SEARCH]
+            self.proposer.reserve([*searched, *self.workers.at_work])
 
     def _measure_spec(self, candidate: Candidate) -> MeasureSpec:
         """Return the length of a trial, which ends early once the candidate cannot beat the best one.
@@ -318,43 +307,46 @@ class SearchLoop:
 
 
 class TrialRecorder:
-    """Stores each outcome before the next measurement, and passes it to all parts that learn from it."""
+    """Stores each outcome before the next measurement, and teaches the proposer what the list of trials has gained."""
 
     def __init__(
         self,
         store: StudyStore,
         proposer: Proposer,
-        leaderboard: Leaderboard,
         budget: Budget,
         workers: SearchWorkers,
         observer: Observer,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.store, self.proposer, self.leaderboard, self.budget = store, proposer, leaderboard, budget
+        self.store, self.proposer, self.budget = store, proposer, budget
         self.workers, self.observer, self.cancelled = workers, observer, cancelled
-        self.failures = CallFailures(proposer, leaderboard)
         self.certifier = Certifier(proposer.job)
-        self.peers = PeerTrials(store)
-        self.ended_trials = 0  # of this search
+        self.known: set[int] = set()  # numbers of the trials that the proposer has learned
+        self.running_elsewhere: list[Record] = []  # trials of peers
+        self._candidates, self._began = frozenset(proposer.candidates), 0
+        self._look()
+
+    def _look(self) -> None:
+        about = (self.proposer.hardware, self.proposer.job, self._candidates, self._began)
+        self.leaderboard = self.store.leaderboard(*about, self.proposer.also_too_large)
 
     def replay_study(self) -> None:
         """Learn the outcomes of the study's earlier calls."""
+        self._began = len(self.store.study.get_trials(deepcopy=False))
+        self._look()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         fixable = fixable_trial_numbers(self.store, known)
         self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
-        begins = [first for first, _ in first_of_calls([record for record, _ in known])]
-        for first, (record, outcome) in zip(begins, known, strict=True):
-            if first:
-                self.begin_call()
-            self.peers.known.add(record.number)
-            if record.role == SEARCH:
-                self.budget.note(record.candidate, outcome, SEARCH)  # such as the start of a script's probe run
+        latest = 0
+        for record, outcome in known:
+            call = self.leaderboard.call(record)
+            if call > latest:  # a speed of an earlier call is that of a machine that may have been slower
+                self.proposer.begin_call()
+            latest = max(call, latest)
+            self.known.add(record.number)
             self._replay_outcome(record, outcome, record.number in fixable)
-
-    def begin_call(self) -> None:
-        """Start a call. Its speeds are compared with those of earlier calls through what both have verified."""
-        self.leaderboard.begin_call()
         self.proposer.begin_call()
+        self._drop_losers()
 
     def save_call(self, stop_sentence: str = "", confidence: str = "") -> float:
         """Store the seconds used, the sentence of the stop, and the sentence that bounds the speed of untried candidates.
@@ -366,17 +358,24 @@ class TrialRecorder:
         self.store.update_call(used_seconds, stop_sentence, confidence)
         return used_seconds
 
-    def poll_peers(self) -> list[tuple[Record, Outcome]]:
-        """Learn outcomes of peer tuners since the last poll, and return them."""
-        news = self.peers.poll()
-        for record, outcome in news:
-            self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
-            self._replay_outcome(record, outcome)
-        return news
+    def poll_peers(self) -> list[Record]:
+        """Learn outcomes of peer tuners since the last poll, and return their trials."""
+        if not self.store.shared:
+            return []
+        ended, self.running_elsewhere = self.store.news(self.known)
+        self.known.update(record.number for record in ended)
+        if ended:
+            self._look()
+        for record in ended:
+            assert record.outcome is not None
+            self.observer.trial_finished(record.number, record.candidate, record.role, record.outcome)
+            self._replay_outcome(record, record.outcome)
+            self._drop_losers()
+        return ended
 
     def begin(self, candidate: Candidate, role: str, note: str) -> int | None:
         """Store that a trial begins, and return its number; None if a peer tuner is already trying the candidate."""
-        number = self.store.claim(candidate, self.proposer.space, role, note, self.peers.known)
+        number = self.store.claim(candidate, self.proposer.space, role, note, self.known)
         if number is not None:
             self.observer.trial_started(number, candidate, role, note)
         return number
@@ -396,14 +395,16 @@ class TrialRecorder:
         outcome = downgrade_first_failure(candidate, outcome, limited, self.proposer, self.workers)
         outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
-        self.peers.known.add(number)
+        self.known.add(number)
+        self._look()
         self.observer.trial_finished(number, candidate, role, outcome)
         self.save_call()
-        self.ended_trials += 1
-        self.budget.note(candidate, outcome, role)
-        self._learn(number, candidate, outcome, role)
-        self.failures.take(candidate, outcome)
+        self._learn(Record(number, candidate, outcome, role, tuner=self.store.tuner), outcome)
+        self._drop_losers()
+        self._attribute_failure(candidate, outcome)
         return outcome
+
+    # -- learning ----------------------------------------------------------------------------------------------------
 
     def _replay_outcome(self, record: Record, outcome: Outcome, fixable: bool = False) -> None:
         """Learn an outcome of an earlier call or a peer.
@@ -414,28 +415,88 @@ class TrialRecorder:
         if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
             fixable |= outcome.seconds < TRIAL_SHARE * self.budget.left_seconds
         if not (fixable or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
-            self._learn(record.number, record.candidate, outcome, record.role)
+            self._learn(record, outcome)
         elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
 
-    def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
+    def _learn(self, record: Record, outcome: Outcome) -> None:
+        candidate, proposer = record.candidate, self.proposer
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
-            self.proposer.allow_longer(candidate, outcome)
+            proposer.allow_longer(candidate, outcome)
         if outcome.source is Source.TRACE:
-            self.proposer.exclude_sharing_cause(
-                candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason
-            )
-        searched = self.leaderboard.measured.get(candidate)
+            shares_cause = self.certifier.shares_cause(candidate, outcome)
+            proposer.exclude_sharing_cause(candidate, shares_cause, outcome.reason)
         outcome = outcome.without_details()  # it is kept until the end of the search
-        self.leaderboard.learn(number, candidate, outcome, role)
-        if role in (VERIFY, RESUME):
-            apply_verification_result(candidate, outcome, searched, self.leaderboard, self.proposer)
+        if record.role in (VERIFY, RESUME):
+            self._learn_verification(record, outcome)
+        else:
+            proposer.observe(candidate, outcome)
+
+    def _learn_verification(self, record: Record, outcome: Outcome) -> None:
+        """Teach the proposer a verification or resume trial, which uses memory that no search trial uses."""
+        candidate, board = record.candidate, self.leaderboard
+        if record.role == VERIFY and outcome.measurement is not None and not board.why_not(candidate):
+            mean = dataclasses.replace(outcome, measurement=board.mean_of(record))
+            self.proposer.observe(candidate, mean, verified=True)
+        share, searched = share_that_fits(outcome, self.proposer.hardware), board.searched.get(candidate)
+        if share is not None:
+            measured = searched[1] if searched is not None else None
+            self.proposer.apply_verification_failure(candidate, outcome, measured, share)
+
+    def _drop_losers(self) -> None:
+        """Compare gains with the best candidate that is likely to win."""
+        board = self.leaderboard
+        for candidate in board.measured:
+            if board.is_deprioritized(candidate) or not board.may_win(candidate):
+                self.proposer.drop_from_best(candidate)
+
+    # -- failure attribution -----------------------------------------------------------------------------------------
+
+    @property
+    def _own_outcomes(self) -> list[tuple[Candidate, Outcome]]:
+        """Candidates and outcomes of this tuner's trials in this call."""
+        own = [record for record in self.leaderboard.trials_now if record.tuner == self.store.tuner]
+        return [(record.candidate, record.outcome) for record in own if record.outcome is not None]
+
+    @property
+    def machine_failures(self) -> int:
+        """Number of trials in a row, up to the last one, in which the infrastructure failed."""
+        kinds = [outcome.kind for _, outcome in reversed(self._own_outcomes)]
+        return len(list(itertools.takewhile(lambda kind: kind is OutcomeKind.INFRASTRUCTURE, kinds)))
+
+    def _attribute_failure(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Close a candidate whose retry failed, or end the call if the machine or the job fails.
+
+        Raises:
+            MachineError: the machine failed repeatedly before the first measurement.
+            UserError: the model or the script fails with any candidate.
+        """
+        machines = (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION)
+        own = self._own_outcomes
+        if outcome.kind in machines and sum(one == candidate and end.kind in machines for one, end in own) > 1:
+            self.proposer.close_candidate(candidate)
+        if self.leaderboard.measured:
             return
-        self.proposer.observe(candidate, outcome)
-        is_unknown = self.leaderboard.why_not(candidate) in ("", NOT_VERIFIED)
-        # unlikely to win, or with another global batch size
-        if self.leaderboard.is_deprioritized(candidate) or not is_unknown:
-            self.proposer.drop_from_best(candidate)
+        if self.machine_failures >= MACHINE_FAILURES:
+            raise MachineError(
+                f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
+                f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
+            )
+        if outcome.kind is not OutcomeKind.CRASH or outcome.source is not Source.EXCEPTION:
+            return
+        crashed = {one for one, end in own if (end.kind, end.reason) == (outcome.kind, outcome.reason)}
+        if len({one.family for one in crashed}) >= 2 and not self._model_is_the_cause(crashed):
+            where = f"{outcome.log}/rank{outcome.rank or 0}.log"
+            raise UserError(
+                f"the job fails by itself, whatever the config: {outcome.reason} (phase {outcome.phase.value}; "
+                f"traceback in {where})"
+            )
+
+    def _model_is_the_cause(self, crashed: set[Candidate]) -> bool:
+        """Return True if all crashed candidates share the model settings and the space has other ones."""
+        ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
+        knobs = self.proposer.space.knobs
+        return len(ways) == 1 and any(len(knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in knobs)
 
 
 # -- verifier ----------------------------------------------------------------------------------------------------------
@@ -446,9 +507,13 @@ class Verifier:
 
     def __init__(self, trials: TrialRecorder, executor: Executor, verify_spec: MeasureSpec) -> None:
         self.trials, self.executor, self.verify_spec = trials, executor, verify_spec
-        self.store, self.proposer, self.leaderboard = trials.store, trials.proposer, trials.leaderboard
-        self.budget, self.failures, self.peers = trials.budget, trials.failures, trials.peers
+        self.store, self.proposer, self.budget = trials.store, trials.proposer, trials.budget
         self.observer, self.cancelled = trials.observer, trials.cancelled
+
+    @property
+    def leaderboard(self) -> Leaderboard:
+        """Leaderboard of the trials so far."""
+        return self.trials.leaderboard
 
     def run(self) -> tuple[Record | None, bool]:
         """Verify candidates and return the winner, and whether it is verified.
@@ -458,7 +523,7 @@ class Verifier:
         search's measurement: a slower candidate falls back in the order, and the next one is verified. The winner must
         also resume from a checkpoint.
         """
-        leaderboard, tried, repeated = self.leaderboard, 0, False
+        tried, repeated = 0, False
         while True:
             self.trials.poll_peers()
             candidate = self._to_verify() if tried < MAX_VERIFIED else None
@@ -467,32 +532,33 @@ class Verifier:
                     repeated = True
                     self._verification(rival, VERIFY)
                     continue
-                passed = leaderboard.passed()
-                if not passed or self._goes_on(leaderboard.choose_least_memory(passed)):
+                chosen = self.leaderboard.chosen
+                if chosen is None or self._goes_on(chosen):
                     break
                 continue
             tried += 1
             outcome = self._verification(candidate, VERIFY)
             if outcome.is_retried_now and self.budget.left_seconds > self.budget.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
-            why = leaderboard.why_not(candidate)
+            why = self.leaderboard.why_not(candidate)
             if why in ("", NOT_VERIFIED) and not outcome.ok:  # an earlier call may have verified it
                 why = f"{outcome.kind.value}: {outcome.reason}"
             if why:
                 self.observer.print_line(f"verification of {candidate} failed: {why}")
                 if not outcome.kind.is_attributable_to_candidate:
                     break
-        if passed := leaderboard.passed():
-            chosen = leaderboard.choose_least_memory(passed)
-            return self.store.record(leaderboard.verified[chosen][0]), True
-        best = leaderboard.best
-        return (self.store.record(leaderboard.measured[best][0]) if best else None), False
+        leaderboard = self.leaderboard
+        if leaderboard.chosen is not None:
+            return self.store.record(leaderboard.verified[leaderboard.chosen][0]), True
+        if leaderboard.best is None:
+            return None, False
+        return self.store.record(leaderboard.measured[leaderboard.best][0]), False
 
     def _to_verify(self) -> Candidate | None:
         """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
-        if self.cancelled() or self.budget.left_seconds < 1.0 or self.failures.machine_fails:
+        if self.cancelled() or self.budget.left_seconds < 1.0 or self.trials.machine_failures >= MACHINE_FAILURES:
             return None
-        if self.leaderboard.passed() and not self.budget.time_for_another:
+        if self.leaderboard.chosen is not None and not self.budget.time_for_another:
             return None
         return self.leaderboard.contender()
 
@@ -553,15 +619,16 @@ class Verifier:
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
         while True:
+            wanted = (candidate, role)
             news = self.trials.poll_peers()
-            found = [outcome for record, outcome in news if (record.candidate, record.role) == (candidate, role)]
-            if found:
+            found = [record.outcome for record in news if (record.candidate, record.role) == wanted]
+            if found and found[-1] is not None:
                 return found[-1] if found[-1].kind.is_attributable_to_candidate else None
             if self.cancelled() or self.budget.left_seconds < 1.0:
                 return Outcome(
                     OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
                 )
-            if not self.peers.are_at(candidate, role):
+            if all((record.candidate, record.role) != wanted for record in self.trials.running_elsewhere):
                 return None
             time.sleep(_LOOK_SECONDS)
 
@@ -710,100 +777,6 @@ def downgrade_first_failure(
     return outcome
 
 
-# -- lessons of verification -------------------------------------------------------------------------------------------
-#
-# Apply verification results to the search. Evaluation, save and resume use memory that no search trial uses.
-
-
-def apply_verification_result(
-    candidate: Candidate, outcome: Outcome, searched: Measured | None, leaderboard: Leaderboard, proposer: Proposer
-) -> None:
-    """Update proposer and leaderboard after a verification or resume trial. The leaderboard already contains the outcome.
-
-    Args:
-        outcome: outcome of the verification.
-        searched: the candidate's earlier measurement; None if there is none.
-    """
-    why = leaderboard.why_not(candidate)
-    if not why:
-        mean = dataclasses.replace(outcome, measurement=leaderboard.verified[candidate][1])
-        proposer.observe(candidate, mean, verified=True)
-    if why in ("", NOT_VERIFIED):
-        return
-    leaderboard.reject(candidate, why)
-    proposer.drop_from_best(candidate)
-    verified = outcome.measurement
-    if verified is None and not outcome.kind.is_oom:  # a hang or a crash says nothing about other candidates
-        return
-    over = verified is not None and verified.peak_bytes > proposer.hardware.ceiling_bytes
-    # an OOM and allocator retries show only that the peak was too high
-    share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
-    proposer.apply_verification_failure(candidate, outcome, searched[1] if searched else None, share)
-    if verified is None:
-        leaderboard.deprioritize(proposer.also_too_large(candidate, outcome.kind))
-    if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
-        leaderboard.deprioritize_stage(candidate.stage, share * allocated_bytes(searched[1]))
-    for other in filter(leaderboard.is_deprioritized, leaderboard.measured):
-        proposer.drop_from_best(other)
-
-
-# -- failure attribution -----------------------------------------------------------------------------------------------
-
-MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
-
-
-class CallFailures:
-    """Failures of one call, which show repeated failures of the machine or the job."""
-
-    def __init__(self, proposer: Proposer, leaderboard: Leaderboard) -> None:
-        self._proposer, self._leaderboard = proposer, leaderboard
-        self.machine_failures = 0  # in a row
-        self._retried: set[Candidate] = set()
-        self._crashes: dict[str, set[Candidate]] = {}
-
-    @property
-    def machine_fails(self) -> bool:
-        """Return True if the infrastructure failed several times in a row."""
-        return self.machine_failures >= MACHINE_FAILURES
-
-    def take(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Count a trial of this call.
-
-        Raises:
-            MachineError: the machine failed repeatedly before the first measurement.
-            UserError: the model or the script fails with any candidate.
-        """
-        if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
-            if candidate in self._retried:
-                self._proposer.close_candidate(candidate)
-            self._retried.add(candidate)
-        self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
-        if self.machine_fails and not self._leaderboard.measured:
-            raise MachineError(
-                f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
-                f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
-            )
-        if outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
-            crashed = self._crashes.setdefault(outcome.reason, set())
-            crashed.add(candidate)
-            if (
-                len({one.family for one in crashed}) >= 2
-                and not self._leaderboard.measured
-                and not self._model_is_the_cause(crashed)
-            ):
-                where = f"{outcome.log}/rank{outcome.rank or 0}.log"
-                raise UserError(
-                    f"the job fails by itself, whatever the config: {outcome.reason} (phase {outcome.phase.value}; "
-                    f"traceback in {where})"
-                )
-
-    def _model_is_the_cause(self, crashed: set[Candidate]) -> bool:
-        """Return True if all crashed candidates share the model settings and the space has other ones."""
-        ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
-        knobs = self._proposer.space.knobs
-        return len(ways) == 1 and any(len(knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in knobs)
-
-
 # -- candidates outside the space --------------------------------------------------------------------------------------
 
 
@@ -813,10 +786,13 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
     Returns:
         A line for the user; empty if there are none.
     """
-    store.note_set_aside([record.number for record in store.records() if record.candidate in candidates])
-    if not candidates:
+    space, records = frozenset(candidates), store.records()
+    measured = {record.candidate for record in records if record.outcome and record.outcome.measurement}
+    outside = measured - space
+    store.note_set_aside([record.number for record in records if record.candidate in outside])
+    if not outside:
         return ""
-    they, are = counted(len(candidates), "measured candidate"), "is" if len(candidates) == 1 else "are"
+    they, are = counted(len(outside), "measured candidate"), "is" if len(outside) == 1 else "are"
     return f"{they} {are} not in this call's space: what they taught counts, and they cannot win"
 
 

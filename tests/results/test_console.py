@@ -18,6 +18,7 @@ from autotune.results.console import (
 )
 from autotune.results.tables import DataTable
 from autotune.search.leaderboard import Leaderboard
+from autotune.search.trials import Record
 from autotune.util.units import MIB
 from tests.conftest import Terminal, make_candidate, make_job
 from tests.studies import study_of_every_kind
@@ -36,7 +37,7 @@ def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live = make_observer(console, quiet=False)
     assert isinstance(live, LiveObserver)
     with live:
-        live.begin_study(Leaderboard(detect("cpu", 2), make_job()))
+        live.begin_study(lambda: Leaderboard(study.records(), detect("cpu", 2), make_job()))
         live.start(60.0, 1.0)
         live.trial_started(0, make_candidate(), "search", "")
         live.phase("forward")
@@ -59,12 +60,14 @@ def test_a_trial_that_cannot_win_says_why_in_its_line_and_is_not_the_best_so_far
     console = Console(force_terminal=True, width=200, file=io.StringIO())
     hardware = detect("cpu", 2)
     live = LiveObserver(console)
-    live.begin_study(Leaderboard(hardware, make_job()))
+    records = list[Record]()
+    live.begin_study(lambda: Leaderboard(records, hardware, make_job()))
     slow = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 8.0, 300 * MIB))
     over = int(8.7 * MIB) + hardware.ceiling_bytes
     fast = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 99.0, 99.0, over))
-    live.trial_finished(0, make_candidate(0, 1), "search", slow)
-    live.trial_finished(1, make_candidate(0, 64), "search", fast)
+    for number, (size, outcome) in enumerate(((1, slow), (64, fast))):
+        records.append(Record(number, make_candidate(0, size), outcome, "search"))
+        live.trial_finished(number, make_candidate(0, size), "search", outcome)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert "over by 8.7 MiB" in out.splitlines()[1]
     assert "\x1b[2m" in out.splitlines()[1], "dimmed"

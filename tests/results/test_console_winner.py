@@ -13,7 +13,7 @@ from autotune.results.console import code_legend, config_sentence, no_winner_lin
 from autotune.results.export import lossy_settings, training_changes
 from autotune.results.report.build import _gains
 from autotune.script.script import wrong_batch_warning
-from autotune.search.leaderboard import study_facts
+from autotune.search.leaderboard import StudyFacts
 from autotune.search.stopping import StopReason
 from autotune.search.trials import AS_IS, NO_CALL, SEARCH, VERIFY, Record
 from autotune.util.units import MIB
@@ -23,7 +23,7 @@ from tests.studies import study_of_every_kind
 
 def verdict(winner: Record, records: list[Record], job: Job | None = None) -> list[str]:
     job, hardware = job or make_job(), detect("cpu", 2)
-    return verdict_lines(study_facts(records, job, hardware, winner=winner.number), records, job, hardware)
+    return verdict_lines(StudyFacts(records, job, hardware, winner=winner.number), records, job, hardware)
 
 
 def measured(number: int, role: str, micro_batch: int, rate: float, note: str = "", **more: float) -> Record:
@@ -46,7 +46,7 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     displaced = measured(4, VERIFY, 2, 290.0)
     last = verdict(slowed, [*searched, slowed, displaced])[-1]
     assert last == f"  +3.4 % against the next best ({second}), 4.0x the slowest of 3 measured that fit"
-    beside = _gains(study_facts([*searched, slowed, displaced], make_job(), hardware, winner=3), make_job())
+    beside = _gains(StudyFacts([*searched, slowed, displaced], make_job(), hardware, winner=3), make_job())
     assert [(gain.over, round(gain.times, 3)) for gain in beside] == [
         ("the next best", 1.034),
         ("the slowest of 3 measured that fit", 4.0),
@@ -75,7 +75,7 @@ def test_a_config_rejected_in_verification_is_not_the_next_best() -> None:
         replace(fast, number=3, outcome=out, role=VERIFY),
     ]
     records.append(measured(4, VERIFY, 1, 401.0))
-    facts = study_facts(records, make_job(), detect("cpu", 2), winner=4)
+    facts = StudyFacts(records, make_job(), detect("cpu", 2), winner=4)
     assert facts.next_best is not None
     assert facts.next_best.candidate == make_candidate(0, 2)
     assert facts.remarks == {0: "rejected: oom_device: ran out"}
@@ -85,7 +85,7 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
     """The tuner chooses the winner by the mean of its turns."""
     first, second = measured(0, VERIFY, 1, 102.0), measured(1, VERIFY, 2, 98.5)
     again = measured(2, VERIFY, 1, 96.0)
-    facts = study_facts([first, second, again], make_job(), detect("cpu", 2), winner=2)
+    facts = StudyFacts([first, second, again], make_job(), detect("cpu", 2), winner=2)
     assert facts.winner is not None
     assert facts.winner.outcome is not None
     assert facts.winner.outcome.measurement is not None
@@ -93,7 +93,7 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
     assert facts.next_best is not None
     apart = [replace(one, tuner=tuner) for one, tuner in zip((first, second, again), ("a", "a", "b"), strict=True)]
     apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate(apart, 1)]
-    facts = study_facts(apart, make_job(), detect("cpu", 2), winner=2)
+    facts = StudyFacts(apart, make_job(), detect("cpu", 2), winner=2)
     assert facts.winner is not None
     assert facts.winner.outcome is not None
     assert facts.winner.outcome.measurement == again.outcome.measurement if again.outcome else False
@@ -107,7 +107,7 @@ def test_only_what_one_call_measured_is_compared() -> None:
     assert verdict(won, [own, won])[0] == (
         "yours (ZeRO-0, micro-batch 8 x 1): 20 samples/s, of another call than the winner's: not compared"
     )
-    facts = study_facts([own, apart, won], make_job(), detect("cpu", 2), winner=1)
+    facts = StudyFacts([own, apart, won], make_job(), detect("cpu", 2), winner=1)
     assert facts.not_compared.keys() == {0, 2}
     assert facts.own_ratio is None
     assert [*facts.tied, *facts.slower, *facts.faster] == []
@@ -116,7 +116,7 @@ def test_only_what_one_call_measured_is_compared() -> None:
     ]
     beside = replace(measured(3, SEARCH, 1, 25.0), tuner="c", started="1")  # a peer tuner at the same time
     later = replace(apart, started="3")  # its call went on after the peer's trial
-    facts = study_facts([own, beside, won, later], make_job(), detect("cpu", 2), winner=1)
+    facts = StudyFacts([own, beside, won, later], make_job(), detect("cpu", 2), winner=1)
     assert facts.own_ratio is not None
     assert facts.own_ratio.times == pytest.approx(25 / 20)
 
@@ -207,7 +207,7 @@ def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float
 
 def no_winner(records: list[Record], **call: Any) -> list[str]:
     hardware = detect("cpu", 2)
-    facts = study_facts(records, make_job(), hardware, call=replace(NO_CALL, **call))
+    facts = StudyFacts(records, make_job(), hardware, call=replace(NO_CALL, **call))
     return no_winner_lines(facts, make_job(), hardware)
 
 
@@ -227,7 +227,7 @@ def test_only_changes_that_no_trial_refuted_are_advised() -> None:
         earlier = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, missing_bytes=MIB)
         records = [Record(at, one, out if at == 0 else earlier, SEARCH) for at, one in enumerate(tried)]
         hardware = detect("cpu", 2) if device == "cpu" else named_hardware("h100", 2)
-        return no_winner_lines(study_facts(records, make_job(), hardware), make_job(), hardware)[-1]
+        return no_winner_lines(StudyFacts(records, make_job(), hardware), make_job(), hardware)[-1]
 
     closest, second, third = (make_candidate(stage, 2) for stage in (1, 2, 3))
     first = changes("cuda", Phase.BACKWARD, closest)

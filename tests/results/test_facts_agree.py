@@ -18,7 +18,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.results.console import show_study, study_json
 from autotune.results.report.build import study_report
 from autotune.results.report.html import study_page
-from autotune.search.leaderboard import Leaderboard, StudyFacts, study_facts
+from autotune.search.leaderboard import Leaderboard, StudyFacts
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record
 from tests.conftest import make_candidate, make_job
@@ -59,17 +59,16 @@ def made_study(
 
     A second call begins with the trial of the number `second`.
     """
-    store, leaderboard = in_memory(), Leaderboard(machine())
+    store = in_memory()
     store.begin_call(900)
     for at, (candidate, outcome, role) in enumerate(trials):
         note = AS_IS if has_script and at == 0 else "a guess"
         if at == second:
             store.tuner = "another"
-            leaderboard.begin_call()
-        number = tell(store, candidate, outcome, role, note)
-        leaderboard.learn(number, candidate, outcome, role)
-    passed = leaderboard.passed()
-    chosen = leaderboard.choose_least_memory(passed) if passed else leaderboard.best
+        tell(store, candidate, outcome, role, note)
+    leaderboard = Leaderboard(store.records(), machine(), began=second if second < len(trials) else 0)
+    passed = leaderboard.chosen
+    chosen = passed or leaderboard.best
     if stale is not None and trials[stale % len(trials)][1].measurement is not None:
         store.set_winner(stale % len(trials), "verified")
     elif chosen is not None:
@@ -159,7 +158,7 @@ def test_the_load_of_the_machine_in_one_call_changes_no_ratio(
             told = slowed(outcome, pace) if late else outcome
             note = AS_IS if at == 0 else ""
             records.append(Record(at, candidate, told, role, note, "b" if late else "a", "2" if late else "1"))
-        return study_facts(records, make_job(), machine(), winner=winner)
+        return StudyFacts(records, make_job(), machine(), winner=winner)
 
     calm, loaded = facts(1.0), facts(load)
     for group in ("tied", "slower", "faster"):

@@ -25,11 +25,13 @@ from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.results.console import LiveObserver, make_observer
 from autotune.search.leaderboard import Leaderboard
+from autotune.search.trials import Record
 from tests.conftest import make_candidate, make_job
 
 observer = make_observer(console(), quiet=False)
 assert isinstance(observer, LiveObserver)
 outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 8.0, 300 << 20), seconds=1.0)
+records = []
 with stop_on_signals() as stopped, observer:
     for number in range(3):
         observer.doing(f"building op {number} (it took 54.1 s the last time)")
@@ -37,13 +39,14 @@ with stop_on_signals() as stopped, observer:
         observer.print_line(f"MARK built {number} END")
         observer.doing("")
         time.sleep(0.3)
-    observer.begin_study(Leaderboard(detect("cpu", 2), make_job()))
+    observer.begin_study(lambda: Leaderboard(records, detect("cpu", 2), make_job()))
     observer.start(60.0, 1.0)
     for number in range(30):
         if stopped.is_set():
             break
         observer.trial_started(number, make_candidate(), "search", "")
         time.sleep(0.05)
+        records.append(Record(number, make_candidate(), outcome, "search"))
         observer.trial_finished(number, make_candidate(), "search", outcome)
         observer.print_line(f"MARK line {number} {'long ' * 30}END")
     print("MARK printed by other code END")

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import optuna
 import pytest
 
-from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase
-from autotune.search.trials import RESUME, SEARCH, VERIFY, best_shown, constraints, flat
+from autotune.search.trials import constraints, flat
 from autotune.search.trials import tell as for_the_dashboard
 from autotune.util.units import GIB
 from tests.conftest import make_candidate
@@ -92,30 +91,10 @@ def test_the_best_trial_of_the_storage_is_never_one_that_does_not_fit() -> None:
     tell(store, make_candidate(0, 32), ran_out(Phase.FORWARD, 4.0))
     tell(store, make_candidate(0, 2), measured(99, 23.9))
     tell(store, make_candidate(3, 2), Outcome(OutcomeKind.CRASH, Phase.FORWARD))
-    assert best_shown(store.study) is None
+    with pytest.raises(ValueError, match="No trials"):
+        _ = store.study.best_trial
     fits = tell(store, make_candidate(0, 1), measured(50, 10))
     tell(store, make_candidate(0, 1), Outcome(OutcomeKind.OK, peak_bytes=12 * GIB), "resume")
-    assert best_shown(store.study) == fits
+    assert store.study.best_trial.number == fits
     marks = [trial.system_attrs["constraints"] for trial in store.study.get_trials()]
     assert [all(one <= 0 for one in mark) for mark in marks] == [False, False, False, True, False]
-
-
-def test_the_note_says_how_what_the_dashboard_calls_best_differs_from_the_winner() -> None:
-    def note(*told: tuple[Candidate, Outcome, str], winner: int) -> str:
-        store = in_memory()
-        for candidate, outcome, role in told:
-            tell(store, candidate, outcome, role)
-        store.set_winner(winner, "verified")
-        return str(store.study._storage.get_study_system_attrs(store.study._study_id)["dashboard:note_str:0"])
-
-    first, second = make_candidate(0, 1), make_candidate(0, 2)
-    same = note((first, measured(50, 10), SEARCH), (first, measured(49, 10), VERIFY), winner=1)
-    assert "shows it, 0, is the same config, as the search measured it" in same
-    fell = [(second, measured(90, 22), SEARCH), (first, measured(50, 10), SEARCH), (first, measured(51, 10), VERIFY)]
-    out = note(*fell, (second, ran_out(Phase.STEP, 1.0), VERIFY), winner=2)
-    assert "faster in the search; rejected: oom_device: ran out" in out
-    above = note(*fell, (second, measured(88, 23.8), VERIFY), winner=2)
-    assert "faster in the search; rejected: its peak leaves less than the headroom" in above
-    resumed = note(*fell, (second, ran_out(Phase.LOAD, 1.0), RESUME), winner=2)
-    assert "rejected: it does not resume from a checkpoint: ran out" in resumed
-    assert "shows it" not in note((first, measured(50, 10), SEARCH), winner=0)

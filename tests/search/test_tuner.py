@@ -3,6 +3,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from autotune.executors.local import no_space_outcome
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate, samples
-from autotune.problem.hardware import detect
+from autotune.problem.hardware import Hardware, detect
+from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.rank.step_statistics import OVERRUN
 from autotune.script.profile import own_candidate
@@ -25,8 +27,8 @@ from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, SpeedRati
 from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, VERIFY
-from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
+from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
+from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner
 from autotune.util.units import GIB, MIB
 from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable, Row, load_replay_table
 from tests.conftest import make_candidate, make_job
@@ -50,6 +52,25 @@ def search(
     proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, budget_seconds=budget, **options)  # type: ignore[arg-type]
     return tuner.run(), executor, store
+
+
+class Board:
+    """Trials of several calls, and the leaderboard of those so far."""
+
+    def __init__(self, hardware: Hardware, job: Job | None = None) -> None:
+        self._hardware, self._job = hardware, job
+        self._records: list[Record] = []
+        self._call = self._began = 0
+
+    def begin_call(self) -> None:
+        self._call, self._began = self._call + 1, len(self._records)
+
+    def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
+        call = str(self._call)
+        self._records.append(Record(len(self._records), candidate, outcome, role, tuner=call, started=call))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Leaderboard(self._records, self._hardware, self._job, began=self._began), name)
 
 
 @pytest.mark.main_path
@@ -611,24 +632,22 @@ def test_more_than_one_round_of_verifications_may_fail(replay_table: ReplayTable
 def test_what_fails_verification_is_not_what_gains_are_measured_against(replay_table: ReplayTable) -> None:
     job, hardware, candidates = replay_table.job(), replay_table.hardware(), sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, replay_table.space(), Predictor(job, hardware, trace_job(job)))
-    leaderboard = Leaderboard(hardware)
+    store = StudyStore.in_memory(job, hardware, replay_table.space())
     ran = sorted(
         (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and c.stage == 2),
         key=lambda c: replay_table.rows[c].peak_gib,
     )
     least_memory_candidate, tight, tighter = ran[0], ran[-2], ran[-1]
-    for number, (candidate, share) in enumerate(((tight, 0.9), (tighter, 0.95), (least_memory_candidate, 0.4))):
-        outcome = measured_at(replay_table, candidate, share)
-        leaderboard.learn(number, candidate, outcome, SEARCH)
-        proposer.observe(candidate, outcome)
+    for candidate, share in ((tight, 0.9), (tighter, 0.95), (least_memory_candidate, 0.4)):
+        store.finish(store.start(candidate, None), measured_at(replay_table, candidate, share))
+    trials = Tuner(store, ReplayExecutor(replay_table), proposer, budget_seconds=60).trials
+    trials.replay_study()
     fits = proposer._forecast.fits
-    before = leaderboard.measured[tight]
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, missing_bytes=GIB)
-    leaderboard.learn(3, tight, out, RESUME)
-    apply_verification_result(tight, out, before, leaderboard, proposer)
+    trials.end(store.start(tight, None, RESUME), tight, out, RESUME, 9.0, 9.0)
     able = [candidates[at] for at in proposer._measured if at not in proposer._cannot_win]
     assert able == [least_memory_candidate], "what holds no less in the search is doubted, too"
-    assert leaderboard.best == least_memory_candidate
+    assert trials.leaderboard.best == least_memory_candidate
     after = proposer._forecast.fits
     mine = np.array([c.stage == tight.stage for c in candidates])
     assert (after <= fits)[mine].all(), "its stage is believed to have less room"
@@ -666,11 +685,11 @@ def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     rival = next(c for c in rows if c.family != fastest.family)
     pace = rows[fastest].step_seconds
     assert pace is not None
-    leaderboard = Leaderboard(replay_table.hardware())
+    leaderboard = Board(replay_table.hardware())
 
     def verified(candidate: Candidate, seconds: float) -> None:
         measurement = Measurement(seconds, 0.01 * seconds, 9, 1 / seconds, 512 / seconds, 10**9)
-        leaderboard.learn(0, candidate, Outcome(OutcomeKind.OK, measurement=measurement), VERIFY)
+        leaderboard.learn(candidate, Outcome(OutcomeKind.OK, measurement=measurement), VERIFY)
 
     verified(fastest, pace)
     leaderboard.begin_call()
@@ -681,8 +700,7 @@ def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     verified(rival, 1.08)
     assert leaderboard.next_to_repeat() is None
     assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
-    assert leaderboard.choose_least_memory([rival, fastest]) in (rival, fastest)
-    slow = Leaderboard(replay_table.hardware())
+    slow = Board(replay_table.hardware())
     leaderboard = slow
     verified(fastest, 1.0)
     verified(rival, 1.2)
@@ -731,14 +749,14 @@ def test_turns_keep_the_lowest_clock_and_all_that_limited_one() -> None:
     assert (none.sm_clock_mhz, none.clock_limits) == (None, [])
 
 
-def of_peak(leaderboard: Leaderboard, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
+def of_peak(leaderboard: Board, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
     measurement = Measurement(1 / speed, 0.1 / speed, 9, speed, speed, mib * MIB)
-    leaderboard.learn(0, candidate, Outcome(OutcomeKind.OK, measurement=measurement), role)
+    leaderboard.learn(candidate, Outcome(OutcomeKind.OK, measurement=measurement), role)
 
 
 def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(replay_table: ReplayTable) -> None:
     winner, near, far = (make_candidate(0, size) for size in (1, 2, 4))
-    leaderboard = Leaderboard(replay_table.hardware())
+    leaderboard = Board(replay_table.hardware())
     of_peak(leaderboard, near, 108.0, 500, SEARCH)
     of_peak(leaderboard, far, 90.0, 500, SEARCH)
     of_peak(leaderboard, winner, 110.0, 500)
@@ -750,19 +768,20 @@ def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(replay_tab
 
 def test_two_verified_candidates_take_turns_only_if_neither_is_clearly_faster(replay_table: ReplayTable) -> None:
     for speed, turn in ((50.0, None), (109.0, make_candidate(0, 1))):
-        leaderboard = Leaderboard(replay_table.hardware())
+        leaderboard = Board(replay_table.hardware())
         of_peak(leaderboard, make_candidate(0, 1), 110.0, 500)
         of_peak(leaderboard, make_candidate(0, 2), speed, 500)
         assert leaderboard.next_to_repeat() == turn
 
 
 def test_the_least_bytes_of_a_failed_verification_deprioritize_a_stage(replay_table: ReplayTable) -> None:
-    leaderboard, larger, smaller = Leaderboard(replay_table.hardware()), make_candidate(2, 2), make_candidate(2, 1)
-    of_peak(leaderboard, larger, 100.0, 500, SEARCH)
-    of_peak(leaderboard, smaller, 100.0, 300, SEARCH)
-    for mib in (500, 600):
-        leaderboard.deprioritize_stage(2, mib * MIB)
-    assert (leaderboard.is_deprioritized(larger), leaderboard.is_deprioritized(smaller)) == (True, False)
+    leaderboard, sizes = Board(replay_table.hardware()), {1: 300, 2: 500, 4: 600, 8: 550}
+    candidates = {size: make_candidate(2, size) for size in sizes}
+    for size, mib in sizes.items():
+        of_peak(leaderboard, candidates[size], 100.0, mib, SEARCH)
+    for size in (2, 4):
+        leaderboard.learn(candidates[size], Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE), VERIFY)
+    assert [size for size, one in candidates.items() if leaderboard.is_deprioritized(one)] == [2, 4, 8]
 
 
 POOL = [make_candidate(0, size) for size in (1, 2, 4, 8, 16)]
@@ -779,7 +798,7 @@ def chosen_over_calls(
     Returns:
         The choice after each call, and what each call verified.
     """
-    leaderboard, chosen, verified = Leaderboard(detect("cpu", 1)), [], []
+    leaderboard, chosen, verified = Board(detect("cpu", 1)), list[Candidate | None](), list[set[Candidate]]()
     known: set[int] = set()
     for pace, searched, most in calls:
         leaderboard.begin_call()
@@ -791,8 +810,7 @@ def chosen_over_calls(
             assert candidate not in mine, "verified twice"
             of_peak(leaderboard, candidate, pace * speeds[POOL.index(candidate)], 500)
             mine.add(candidate)
-        passed = leaderboard.passed()
-        chosen.append(leaderboard.choose_least_memory(passed) if passed else None)
+        chosen.append(leaderboard.chosen)
         verified.append(mine)
     return chosen, verified
 
@@ -861,7 +879,6 @@ def test_speeds_of_earlier_calls_follow_what_two_calls_verified(replay_table: Re
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     fits = sorted((c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK), key=str)[:12]
     proposer = Proposer(fits, space, Predictor(job, hardware, trace_job(job)))
-    leaderboard = Leaderboard(hardware, job, fits)
 
     def learn(at: int, pace: float, role: str) -> None:
         seconds = replay_table.rows[fits[at]].step_seconds
@@ -870,17 +887,12 @@ def test_speeds_of_earlier_calls_follow_what_two_calls_verified(replay_table: Re
         outcome = Outcome(
             OutcomeKind.OK, measurement=Measurement(step, 0.0, 5, samples(job, fits[at]) / step, 1e4, 4 * GIB)
         )
-        leaderboard.learn(at, fits[at], outcome, role)
-        if role == VERIFY:
-            apply_verification_result(fits[at], outcome, None, leaderboard, proposer)
-        else:
-            proposer.observe(fits[at], outcome)
+        proposer.observe(fits[at], outcome, verified=role == VERIFY)
 
     learn(0, 1.0, SEARCH)
     learn(1, 1.0, SEARCH)
     learn(0, 1.0, VERIFY)
     before = proposer._forecast.speed.mean
-    leaderboard.begin_call()
     proposer.begin_call()
     learn(0, 0.5, VERIFY)
     after = proposer._forecast.speed.mean
@@ -891,25 +903,24 @@ def test_speeds_of_earlier_calls_follow_what_two_calls_verified(replay_table: Re
 
 def test_thrift_is_worth_something_only_where_something_is_saved(replay_table: ReplayTable) -> None:
     fast, slower = make_candidate(0, 1), make_candidate(0, 2)
-    leaderboard = Leaderboard(replay_table.hardware())
+    leaderboard = Board(replay_table.hardware())
     of_peak(leaderboard, fast, 105.0, 500)
     of_peak(leaderboard, slower, 103.0, 499)
-    assert leaderboard.choose_least_memory([fast, slower]) == fast
+    assert leaderboard.chosen == fast
     of_peak(leaderboard, slower, 103.0, 400)
-    assert leaderboard.choose_least_memory([fast, slower]) == fast, "the highest peak of any turn counts"
+    assert leaderboard.chosen == fast, "the highest peak of any turn counts"
     frugal = make_candidate(0, 4)
     of_peak(leaderboard, frugal, 103.0, 400)
-    assert leaderboard.choose_least_memory([fast, frugal]) == frugal
+    assert leaderboard.chosen == frugal
 
 
 def test_a_script_as_it_is_does_not_win_with_another_global_batch() -> None:
     own, asked = make_candidate(1, 4, 1), make_candidate(1, 4, 2)
     for total, best in ((16, asked), (8, own), (None, own)):
-        leaderboard = Leaderboard(detect("cpu", 2), make_job(2, global_batch_size=total))
+        leaderboard = Board(detect("cpu", 2), make_job(2, global_batch_size=total))
         for candidate, speed in ((own, 9.0), (asked, 5.0)):
-            leaderboard.learn(
-                0, candidate, Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.0, 9, speed, 512.0, 1)), SEARCH
-            )
+            measured = Measurement(1.0, 0.0, 9, speed, 512.0, 1)
+            leaderboard.learn(candidate, Outcome(OutcomeKind.OK, measurement=measured), SEARCH)
         assert leaderboard.best == best
 
 

@@ -15,7 +15,7 @@ from autotune.problem.job import Job, Lora
 from autotune.problem.knobs import LOW_MASTERS, LOW_STATES
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.training_trace import TracedStep, TrainingTrace
-from autotune.search.leaderboard import StudyFacts, study_facts
+from autotune.search.leaderboard import StudyFacts
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
@@ -247,7 +247,7 @@ def facts_of(
         Record(2, winner, won, VERIFY, tuner="b", started="2026-01-02"),
     ]
     reference = Record(0, make_candidate(stage, batch, accumulation), mine, REFERENCE, tuner=tuner)
-    return study_facts(records, make_job(), machine(), winner=2, references=[reference])
+    return StudyFacts(records, make_job(), machine(), winner=2, references=[reference])
 
 
 def test_the_verdict_says_when_a_reference_is_faster() -> None:
