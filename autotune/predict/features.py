@@ -125,6 +125,10 @@ class Columns:
     def __len__(self) -> int:
         return len(self.stage)
 
+    def only(self, chosen: Flags | Places) -> Columns:
+        """Select the candidates where `chosen` is true, or at these indices."""
+        return Columns(**{name: value[chosen] for name, value in vars(self).items()})
+
     @property
     def passes(self) -> Floats:
         """Return the passes through the model in a micro-batch: forward, backward and the recomputation, (n,)."""

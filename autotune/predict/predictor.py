@@ -37,7 +37,7 @@ from autotune.predict.calibration import (
     memory_priors,
     time_priors,
 )
-from autotune.predict.calibration import PRIOR as HOST
+from autotune.predict.calibration import PRIOR as HOST_PRIOR
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
 from autotune.predict.step_time import (
     LARGEST_OF_LOSS,
@@ -52,8 +52,18 @@ from autotune.predict.step_time import (
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import (
-    SUMS,
-    TABLES,
+    ACTIVATIONS,
+    BUCKET,
+    COPIES,
+    FREED,
+    GATHERED,
+    GRADIENTS,
+    HOLES_LEFT,
+    HOST,
+    RESIDENT,
+    SEGMENTS,
+    STREAMS,
+    WEIGHTS,
     MemoryEstimate,
     estimate_memory,
     optimizer_of_trials,
@@ -112,8 +122,10 @@ class Predictor:
         self._newer = unknown_newer(job.interpreter)
         if not optimizer_of_trials(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
-        self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
         wider = UNTRACED if self._newer or self._unread else 1.0
+        if job.optimizer_kind == "muon":
+            self._unread.append("memory that Muon keeps between steps")
+        self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
         self._time_priors = time_priors(hardware, wider, not self.trace.exact, self.trace.counted)
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
@@ -121,7 +133,7 @@ class Predictor:
         self._too_slow: dict[Candidate, float] = {}  # lower bounds of steps in seconds
         self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
         # logarithm of the factor on the estimate
-        self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)
+        self._host = Posterior(np.array([HOST_PRIOR.mean]), np.array([[HOST_PRIOR.sigma**2]]), 0.0)
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
         # priors before any measurement on this machine
@@ -582,21 +594,22 @@ class _Breakdowns:
 
     def _memory(self, i: int, at: int) -> dict[str, float]:
         """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
-        k, b = dict(zip(MEMORY_CONSTANTS, self.constants, strict=True)), self.prepared.memory
-        activations = float(b.activations[at, i])
+        k, terms = dict(zip(MEMORY_CONSTANTS, self.constants, strict=True)), self.prepared.memory.terms
+        activations = float(terms[ACTIVATIONS][at, i])
         loss = min(float(self.prepared.loss[i]), activations) if self._holds_logits(at, i) else 0.0
-        memory = {
-            "parameters": b.parameters[i],
-            "gradients": b.gradients[i],
-            "optimizer": b.optimizer[i],
-            "activations": activations - loss,
+        memory = {name: float(terms[name][i]) for name in RESIDENT}
+        in_step = self.prepared.memory.moments[at] in ("step", "init")
+        copies = k["temporaries"] * float(terms[COPIES][at, i])
+        memory[GRADIENTS] += 0.0 if in_step else copies
+        memory |= {
+            ACTIVATIONS: activations - loss,
             "logits and loss": loss,
-            "buckets": k["buckets"] * b.buckets[at, i],
-            "gathered parameters": k["gathered"] * b.gathered[at, i],
-            "temporaries": k["temporaries"] * b.temporaries[at, i],
+            BUCKET: k["buckets"] * terms[BUCKET][at, i],
+            GATHERED: k["gathered"] * terms[GATHERED][at, i],
+            "step copies": copies if in_step else 0.0,
         }
         if self.hardware.device == "cpu":
-            memory["host"] = b.host[i]
+            memory[HOST] = terms[HOST][i]
         overhead = k["overhead"] * GIB
         tensors, whole = sum(float(size) for size in memory.values()), float(self.table.peak[i]) - overhead
         # a calibration may find slightly less than the tensors' sum
@@ -606,7 +619,7 @@ class _Breakdowns:
 
     def _holds_logits(self, at: int, i: int) -> bool:
         """Check that the logits exist at a moment: in forward, and in backward until what forward left is freed."""
-        names, activations = self.prepared.memory.moments, self.prepared.memory.activations[:, i]
+        names, activations = self.prepared.memory.moments, self.prepared.memory.terms[ACTIVATIONS][:, i]
         forward = max((activations[j] for j, name in enumerate(names) if name == "forward"), default=0.0)
         return names[at] == "forward" or (names[at] == "backward" and activations[at] >= 0.9 * forward)
 
@@ -666,7 +679,7 @@ class Prepared:
         alone = fsdp_settings(job.model.config, float(sum(trace.every_size))) if job.torch_alone else {}
         c = columns_of(candidates, job, installed_deepspeed(job.interpreter), alone)
         b = estimate_memory(job, trace, c, hardware.device)
-        uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
+        uneven, spread = uneven_shares(job, c, b.terms[ACTIVATIONS].max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
@@ -696,23 +709,22 @@ class Prepared:
             kind = type(whole[0])
             return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
 
-        bills = [part.memory for part in parts]
-        moments = tuple(name for one in bills for name in one.moments)  # each part has its own moments
-        tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
+        memories = [part.memory for part in parts]
+        moments = tuple(name for one in memories for name in one.moments)  # each part has its own moments
+        terms = {name: [one.terms[name] for one in memories] for name in memories[0].terms}
         return cls(
             joined([part.columns for part in parts]),
-            MemoryEstimate(moments=moments, **beside(bills, SUMS), **tables),
+            MemoryEstimate(moments, {name: _diagonal(sizes)[..., order] for name, sizes in terms.items()}),
             joined([part.work for part in parts]),
             **beside(parts, _PER_CANDIDATE),
         )
 
     def rows(self, chosen: Flags | Places) -> Prepared:
         """Select the candidates where `chosen` is true, or at these indices."""
-        sums = {name: getattr(self.memory, name)[chosen] for name in SUMS}
-        tables = {name: getattr(self.memory, name)[:, chosen] for name in TABLES}
+        terms = {name: size[..., chosen] for name, size in self.memory.terms.items()}
         return Prepared(
-            Columns(**{name: value[chosen] for name, value in vars(self.columns).items()}),
-            dataclasses.replace(self.memory, **sums, **tables),
+            self.columns.only(chosen),
+            MemoryEstimate(self.memory.moments, terms),
             StepWork(**{name: value[chosen] for name, value in vars(self.work).items()}),
             **{name: getattr(self, name)[chosen] for name in _PER_CANDIDATE},
         )
@@ -723,7 +735,9 @@ def _features(c: Columns, job: Job, hardware: Hardware, trace: Trace) -> Floats:
 
 
 def _diagonal(tables: list[Floats]) -> Floats:
-    """Build one table with these along its diagonal and zeros elsewhere."""
+    """Build one table with these along its diagonal and zeros elsewhere; join rows end to end."""
+    if tables[0].ndim == 1:
+        return np.concatenate(tables)
     found = np.zeros((sum(len(one) for one in tables), sum(one.shape[1] for one in tables)))
     row = column = 0
     for one in tables:
@@ -741,10 +755,11 @@ def doubt_of(
     of such batches decides what they leave behind; `uneven` is its deviation as a share of activations.
     """
     unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
-    of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
-    shared = b.gradients + b.optimizer + (b.buckets + b.gathered + b.temporaries).max(axis=0)
+    terms = b.terms
+    of_states = np.where(unread, UNREAD_STATES * b.resident(), 0.0)
+    shared = b.resident() - terms[WEIGHTS] + (terms[BUCKET] + terms[GATHERED] + terms[COPIES]).max(axis=0)
     of_shares = SHARDED * shared * ((c.stage > 0) & (ranks > 1))
-    of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * b.activations.max(axis=0)
+    of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * terms[ACTIVATIONS].max(axis=0)
     return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
 
 
@@ -909,43 +924,28 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     `uneven` is cached, too, in whole segments that only shorter batches use.
     """
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
-    b = p.memory
-    held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
+    terms = p.memory.terms
+    held = k["scale"] * k["states"] * p.memory.resident()
     if hardware.device == "cpu":  # host and device share their memory
-        held = held + b.host
+        held = held + terms[HOST]
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
-    passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
-    passing = k["scale"] * (passing + factor * b.activations)
+    passing = k["buckets"] * terms[BUCKET] + k["gathered"] * terms[GATHERED] + k["temporaries"] * terms[COPIES]
+    passing = k["scale"] * (passing + factor * terms[ACTIVATIONS])
     cached = k["cached"] * passing
-    step = np.array([float(name == "step") for name in b.moments])[:, None]
+    step = np.array([float(name == "step") for name in p.memory.moments])[:, None]
     if hardware.device != "cuda":
         return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
-    whole = k["uneven"] * factor * p.uneven * b.activations + _elsewhere(b) + k["segments"] * _segments(p)
-    return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
-
-
-def _elsewhere(b: MemoryEstimate) -> Floats:
-    """Return (moments, n) bytes that FSDP gathers and reduces at other moments.
-
-    A stream's cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block;
-    torch/distributed/fsdp, _runtime_utils.py).
-    """
-    return np.asarray(b.sent.max(axis=0) - b.sent)
-
-
-def _segments(p: Prepared) -> Floats:
-    """Return (moments, n) bytes of whole segments that the step has made and the passes cannot use.
-
-    The first step of DeepSpeed's optimizers makes flat tensors. Those that are larger than every free block of the loss
-    take new segments. Free blocks of different segments are merged only in `expandable_segments`.
-    Qwen2.5 1.5B at stages 1 and 3 on an H100 reserved 8.8 and 8.9 GiB more than it had allocated, of which those flat
-    tensors are 8.6 and 7.3.
-    """
-    b = p.memory
-    largest = LARGEST_OF_LOSS * p.loss
-    blocks = sum(np.where(size > largest, size, 0.0) for size in (b.flat, b.cast, b.norm))
-    passes = np.array([float(name in ("forward", "backward")) for name in b.moments])[:, None]
-    return np.asarray(passes * blocks * (1 - p.columns.expandable))
+    # A stream's cached blocks are closed to other streams: FSDP gathers and reduces at other moments (torch 2.13,
+    # CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py).
+    elsewhere = terms[STREAMS].max(axis=0) - terms[STREAMS]
+    # The allocator never merges free blocks of different segments, unless they are expandable: a step's flat tensors that are
+    # larger than every free block of the loss take segments that the passes cannot use.
+    passes = np.array([float(name in ("forward", "backward")) for name in p.memory.moments])[:, None]
+    blocks = np.array([terms[name] for name in SEGMENTS]) * (1 - p.columns.expandable)
+    segments = k["segments"] * passes * np.where(blocks > LARGEST_OF_LOSS * p.loss, blocks, 0.0).sum(axis=0)
+    whole = k["uneven"] * factor * p.uneven * terms[ACTIVATIONS] + elsewhere + segments
+    kept = cached + step * terms[FREED] + terms[HOLES_LEFT]
+    return np.asarray(held + passing), np.asarray(kept), np.asarray(k["scale"] * whole)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
@@ -967,36 +967,13 @@ def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> PredictedPeaks:
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
     """Return (n, constants) derivatives by the constants, of two predictions.
 
-    The predictions are NVML's bytes on a card of unlimited memory, and the bytes that torch allocates. Both are linear in
-    each constant, except where another moment becomes the peak.
+    The predictions are NVML's bytes on a card of unlimited memory, and the bytes that torch allocates.
     """
-    allocated, cached, whole = _moments(p, hardware, constants)
-    k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.memory
-    every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
-    states = b.parameters + b.gradients + b.optimizer
-    on_gpu = hardware.device == "cuda"
-    left, elsewhere, segments = p.uneven * on_gpu, _elsewhere(b) * on_gpu, _segments(p) * on_gpu
-    found = []
-    for shown in (True, False):
-        at = (allocated + cached + whole if shown else allocated).argmax(axis=0)
-        activations = b.activations[at, every] * np.where(again, k["recomputed"], 1.0)
-        passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
-        kept, kept_activations = 1 + k["cached"] * shown, 1 + (k["cached"] + k["uneven"] * left) * shown
-        by_name = {name: k["scale"] * kept * size for name, size in passing.items()}
-        in_passing = sum(k[name] * size for name, size in passing.items())
-        of_activations = k["activations"] * activations
-        by_name |= {
-            "overhead": np.full(len(every), GIB * shown),
-            "scale": k["states"] * states
-            + kept * in_passing
-            + kept_activations * of_activations
-            + shown * (elsewhere + k["segments"] * segments)[at, every],
-            "states": k["scale"] * states,
-            "activations": k["scale"] * kept_activations * activations,
-            "recomputed": k["scale"] * kept_activations * np.where(again, of_activations / k["recomputed"], 0.0),
-            "cached": k["scale"] * shown * (in_passing + of_activations),
-            "uneven": k["scale"] * shown * left * of_activations,
-            "segments": k["scale"] * shown * segments[at, every],
-        }
-        found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
-    return found[0], found[1]
+
+    def both(constants: Floats) -> Floats:
+        allocated, cached, whole = _moments(p, hardware, constants)
+        shown = (allocated + cached + whole).max(axis=-2) + GIB * constants[0]
+        return np.hstack([shown, allocated.max(axis=-2)])
+
+    found = jacobian_of(lambda many: np.vstack([both(one) for one in many]), constants)
+    return found[: len(p.columns)], found[len(p.columns) :]

@@ -12,7 +12,6 @@ from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import (
     NF4_BYTES,
-    device_share_of_optimizer,
     kept_at_turn,
     muon_sizes,
     optimizer_of_trials,
@@ -290,7 +289,7 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
     # share that is offloaded
-    leaves = np.where(out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0)
+    leaves = np.where(out, np.where(three, c.offload_ratio, 1.0), 0.0)
     elements = np.where(c.stage == 0, total, part)
     low = c.master == 2
     # bytes per element: master and states read and written, gradient read, weight written

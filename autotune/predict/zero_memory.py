@@ -1,17 +1,18 @@
-"""ZeRO memory accounting, and the keys that it does not model."""
+"""Bytes of one rank, term by term, at each stage of ZeRO, and the keys that the terms do not cover."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autotune.predict.features import Columns, Flags, Floats, value_at
-from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
+from autotune.predict.trace_data import FORWARD, Pass, Trace
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
 from autotune.problem.ds_config import in_new_names
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
@@ -22,7 +23,8 @@ from autotune.util.units import MIB
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
 #
-# Bytes that DeepSpeed keeps and allocates around a model, at each stage of ZeRO.
+# Bytes that DeepSpeed keeps and allocates around a model: one function per stage, each a column of the table in
+# docs/predictor.md.
 #
 # Source: deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`,
 # `fp16/unfused_optimizer.py` and `fused_optimizer.py`, `engine.py`), checked tensor by tensor against real engines:
@@ -38,60 +40,159 @@ HOLES = 0.3
 COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (engine.py, allreduce_gradients)
 
-# fields of a MemoryEstimate with one entry per candidate
-SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes", "flat", "cast", "norm")
-# fields of a MemoryEstimate of (moments, candidates)
-TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")
+Terms = dict[str, Floats]
+WEIGHTS, GRADIENTS, MASTERS, STATES = "weights", "gradients", "master weights", "optimizer states"
+BUCKET, GATHERED, COPIES, ACTIVATIONS = "reduce bucket", "gathered parameters", "copies", "activations"
+STREAMS, HOLES_LEFT, FREED, HOST = "streams", "holes", "freed", "host"
+SEGMENTS = ("flat gradients", "cast gradients", "gradient norm")
+RESIDENT = (WEIGHTS, GRADIENTS, MASTERS, STATES)  # (n,) each: allocated all the time
+# (moments, n) each; COPIES are the gradients of a pass, and the copies that a step makes
+PASSING = (BUCKET, GATHERED, COPIES, ACTIVATIONS)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank: arrays of one entry per candidate, or tables of (moments, candidates).
+    """Bytes of one rank by term.
 
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
+
+    Args:
+        terms: RESIDENT and PASSING; STREAMS, (moments, n), of which other streams cannot use the freed segments (included
+            above); HOLES_LEFT, FREED, SEGMENTS and HOST, (n,): space between frozen partitions, blocks that a step has freed and
+            cannot reuse, blocks that a step takes at once, main memory.
     """
 
-    parameters: Floats  # resident all the time, like the next two
-    gradients: Floats
-    optimizer: Floats
     moments: tuple[str, ...]
-    buckets: Floats  # (moments, candidates), like the next four
-    gathered: Floats  # whole parameters at stage 3
-    temporaries: Floats  # gradients during backward, copies made by the optimizer's step
-    activations: Floats  # tensors of the model's own forward and backward
-    sent: Floats  # included above: what FSDP gathers and reduces, in segments of the streams that do it
-    host: Floats  # pinned and plain host memory of one rank
-    # Blocks that the optimizer's step has freed and cannot reuse: flat 16-bit gradients, smaller than their 32-bit
-    # copy and torch's intermediates. The allocator keeps the blocks.
-    left: Floats
-    # Blocks that the optimizer's step takes at once: gradients as one flat tensor, in the master's precision, and in 64 bits
-    # for their norm. They need new segments unless backward has left a free block of their size.
-    flat: Floats
-    cast: Floats
-    norm: Floats
-    holes: Floats  # between partitions of frozen parameters, left by the whole parameters while the model was made
+    terms: Terms
+
+    def resident(self) -> Floats:
+        """Return (n,) bytes of the device that stay allocated."""
+        return np.asarray(sum(self.terms[name] for name in RESIDENT))
+
+    @property
+    def host(self) -> Floats:
+        """Return (n,) bytes of main memory."""
+        return self.terms[HOST]
 
     def peaks(self) -> Floats:
         """Return (moments, candidates): bytes of live tensors on the device."""
-        resident = self.parameters + self.gradients + self.optimizer
-        return resident + self.buckets + self.gathered + self.temporaries + self.activations
+        return np.asarray(self.resident() + sum(self.terms[name] for name in PASSING))
 
 
-class _Moments:
-    """Rows of a MemoryEstimate's tables, one per moment."""
+@dataclass(frozen=True)
+class Moments:
+    """Points of a step at which memory may peak; (moments, 1) each. The last three are a pass's end, the step and the start."""
 
-    def __init__(self, count: int) -> None:
-        self.zero = np.zeros(count)
-        self.names: list[str] = []
-        self.rows: list[list[Floats]] = []
+    names: tuple[str, ...]
+    checkpointing: Floats  # 0 or 1 of a pass with or without it
+    fixed: Floats  # bytes of activations
+    each: Floats  # the same per sequence
+    made: Floats  # elements whose gradients exist
+    used: Floats  # bytes of parameters that the running module uses
+    inputs: Floats  # share of the inputs of frozen layers that exist
 
-    def add(self, name: str, mine: Any, *parts: Floats) -> None:
-        """Add a moment. Candidates without it (`mine` is false) get zeros. The parts follow TABLES."""
-        self.names.append(name)
-        self.rows.append([np.where(mine, part, 0.0) for part in parts])
+    @classmethod
+    def of(cls, trace: Trace, width: float) -> Moments:
+        """Return the moments of a trace whose gradients have `width` bytes per element."""
+        names: list[str] = []
+        rows: list[tuple[float, ...]] = []
+        for choice in (False, True):
+            run = trace.of(choice)
+            columns = zip(run.phase, run.fixed, run.per_sequence, run.gradients, run.in_use, strict=True)
+            for phase, fixed, each, gradients, used in sorted(columns, key=lambda row: row[0]):
+                names.append("forward" if phase == FORWARD else "backward")
+                rows.append((choice, fixed, each, gradients / width, used, _share_of_inputs(run, each)))
+        total = float(sum(trace.parameters))
+        names += ["backward", "step", "init"]
+        rows += [(np.nan, 0.0, 0.0, made, 0.0, 0.0) for made in (total, total, 0.0)]
+        return cls(tuple(names), *(column[:, None] for column in np.array(rows).T))
 
-    def tables(self) -> dict[str, Floats]:
-        return {name: np.array(part) for name, part in zip(TABLES, zip(*self.rows, strict=True), strict=True)}
+    def at(self, *names: str) -> Flags:
+        """Select the moments of these names, (moments, 1)."""
+        return np.array([name in names for name in self.names])[:, None]
+
+    @property
+    def ended(self) -> Flags:
+        """Select the end of backward."""
+        return np.asarray(np.arange(len(self.names))[:, None] == len(self.names) - 3)
+
+
+def _share_of_inputs(run: Pass, each: float) -> float:
+    """Return the share of the inputs of frozen layers that exist while a sequence holds `each` bytes of activations."""
+    left = run.after_forward[1]
+    return min(1.0, max(0.0, each / left)) if left > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a job's model on one rank that no knob changes. Counts are elements, widths are bytes per element."""
+
+    ranks: float
+    trained: float
+    part: float  # a rank's part of them
+    largest: float  # trained parameter
+    frozen: float
+    width: float  # of trained parameters and the gradients that backward makes
+    frozen_width: float
+    dequantized: float  # bytes of the largest 4-bit weight while it is dequantized
+    plain: bool  # torch's own optimizer without masters
+    torch_alone: bool
+    on_gpu: bool
+    frozen_shard: float  # width of FSDP's shards of frozen parameters
+    optimizer: Stepper
+    temporary: float  # bytes per element that the optimizer's step takes
+    narrower: float  # width of states relative to those of the adapters alone, which `Columns.state_share` describes
+    muon_share: float  # share of the elements that Muon steps
+    muon_largest: float  # matrix
+    trace: Trace
+
+    @property
+    def whole(self) -> float:
+        """Return the bytes of all trained parameters."""
+        return self.width * self.trained
+
+    @property
+    def norm(self) -> float:
+        """Return the bytes of a gradient's norm in 64 bits, which is computed parameter by parameter (get_grad_norm_direct)."""
+        return 8.0 * min(self.largest, self.part)
+
+    def states(self, c: Columns, momentum: Floats | float = 4.0) -> Floats:
+        """Return (n,) bytes per element of the optimizer's states. Muon's have the width `momentum`; its Adam steps the rest."""
+        follows = self.optimizer.follows_weights & (self.plain | (c.stage > 0))
+        share = np.where(follows, c.state_share * self.narrower, 1.0)
+        muon = momentum + 0.0 * share if self.muon_share else 0.0
+        adam = _ADAM_BYTES * c.state_share if self.muon_share else self.optimizer.state_bytes * share
+        return np.asarray(self.muon_share * muon + (1 - self.muon_share) * adam)
+
+    @classmethod
+    def of(cls, job: Job, trace: Trace, device: str) -> Sizes:
+        """Return the sizes of a job. torch uses `foreach` on CUDA only."""
+        total, width, optimizer = float(sum(trace.parameters)), trained_width(job, trace), optimizer_of_trials(job)
+        (frozen, dequantized), matrices = frozen_width(job, trace), muon_sizes(job, trace)
+        share = width / 4 if job.plain else 1.0
+        return cls(
+            ranks=float(job.ranks),
+            trained=total,
+            # A rank's part of an expert is one of ranks / ep_size (deepspeed 0.19.8, moe/layer.py: an expert-data-parallel
+            # group).
+            part=(total + job.experts_elsewhere) / job.ranks,
+            largest=float(trace.largest),
+            frozen=float(trace.frozen),
+            width=width,
+            frozen_width=frozen,
+            dequantized=dequantized,
+            plain=job.plain,
+            torch_alone=job.torch_alone,
+            on_gpu=device == "cuda",
+            # Base weights of adapters stay as they are loaded (accelerate 1.15, utils/fsdp_utils.py, fsdp2_prepare_model).
+            frozen_shard=frozen if job.plain or job.lora else 4.0,
+            optimizer=optimizer,
+            temporary=optimizer.temporary_bytes * share * (device == "cuda"),
+            narrower=width / job.trained_bytes,
+            muon_share=sum(matrices) / max(total, 1.0),
+            muon_largest=float(max(matrices, default=0)),
+            trace=trace,
+        )
 
 
 def keeps_gradients_contiguous(columns: Columns) -> Flags:
@@ -112,141 +213,9 @@ def reduce_bucket_bytes(columns: Columns, element_bytes: Floats | float) -> Floa
     return np.asarray(keeps_gradients_contiguous(columns) * buckets * element_bytes * columns.reduce_bucket)
 
 
-class _Terms:
-    """Sizes, flags and buffers that several lines of the estimate need; arrays hold one entry per candidate."""
-
-    def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
-        self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
-        self.width, (self.frozen_width, self.dequantized) = trained_width(job, trace), frozen_width(job, trace)
-        self.plain, self.torch_alone = job.plain, job.torch_alone
-        self.stepper = optimizer_of_trials(job)
-        # torch uses foreach on CUDA only. Pinning does nothing on CPU ranks (accelerator/cpu_accelerator.py).
-        self.on_gpu = device == "cuda"
-        share = 1.0 if not job.plain else self.width / 4
-        narrower = self.width / job.trained_bytes  # `state_share` describes the adapters alone
-        self.temporary_bytes = self.stepper.temporary_bytes * share if self.on_gpu else 0.0
-        follows = self.stepper.follows_weights & (self.plain | (columns.stage > 0))
-        self.states = self.stepper.state_bytes * np.where(follows, columns.state_share * narrower, 1.0)
-        self.accumulated, self.sent = columns.accumulated, columns.communicated
-        self.total = float(sum(trace.parameters))  # elements, like the next two
-        # A rank's part of an expert is one of ranks / ep_size (deepspeed 0.19.8, moe/layer.py: an expert-data-parallel group).
-        self.part, self.largest = (self.total + job.experts_elsewhere) / self.ranks, float(trace.largest)
-        self.at_once = self.largest if self.stepper.loops else self.total  # elements that stage 0 steps at once
-        self.whole = self.width * self.total  # bytes
-        stage = columns.stage
-        self.zero0, self.one, self.three = stage == 0, stage == 1, stage == 3
-        self.two = self.one | (stage == 2)  # the stages of stage_1_and_2.py
-        self.out = columns.offload_optimizer > 0
-        self.parameters_out = self.three & (columns.offload_param > 0)
-        # FSDP's shards are its masters: in 32 bits, unless all is in the weights' own type (torch 2.13,
-        # distributed/fsdp, _flat_param.py, _use_low_precision_shard). Gathered parameters have the type of the
-        # arithmetic.
-        self.fsdp = self.three & job.torch_alone
-        # Base weights of adapters stay as they are loaded (accelerate 1.15, utils/fsdp_utils.py, fsdp2_prepare_model).
-        self.frozen_shard = self.frozen_width if job.plain or job.lora else 4.0
-        self.shard = self.width if job.plain else max(self.width, 4.0)
-        self.master = np.where(self.fsdp, 0.0, columns.master)
-        self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
-        self.stays = device_share_of_optimizer(columns, self.part, self.largest, self.ranks)
-        self.sharing, self.row_bytes = job.sequence_ranks, job.element_bytes * job.seq_len  # of one channel
-        self.heads = attention_heads(job.model.config) if self.sharing > 1 else None
-        self._gradients(job)
-        self._buckets()
-        self._muon(muon_sizes(job, trace))
-
-    def exchanged(self, checkpointing: float) -> Floats:
-        """Return the bytes by which Ulysses adds to the activations, all of them in the model's precision.
-
-        The layer that runs holds the blocks that it has exchanged besides its own (ulysses_sp.py, `_combine_local_sequences`).
-        Each layer whose activations are kept also keeps the copies of repeated keys and values.
-        """
-        if self.heads is None:
-            return np.zeros(len(self.columns))
-        kept = self.heads.repeated(self.sharing) * (1 if checkpointing else self.heads.layers)
-        elements = self.heads.exchanged(self.sharing) + kept
-        return np.asarray(self.row_bytes * elements * self.columns.rows)
-
-    def _gradients(self, job: Job) -> None:
-        """Set the gradients that are kept in another precision than backward makes (`grad_accum_dtype`).
-
-        In bf16 at stage 1 DeepSpeed uses BF16_Optimizer. Otherwise stages 1 and 2 add them up in one flat buffer of a
-        rank's part.
-        """
-        apart = self.accumulated != self.width
-        self.bf16_optimizer = self.one & apart & ~self.out & (job.precision == "bf16")
-        self.compact = self.two & apart & ~self.bf16_optimizer
-        self.made = np.where(self.compact & self.one, self.accumulated, self.width)  # bytes per element of .grad
-        self.own = np.where(self.compact, self.accumulated, self.width)  # bytes per element of a rank's own part
-        # A parameter that crosses the border of a part is kept whole. In round-robin order that is a large one.
-        self.across = np.where(self.two & (self.columns.round_robin > 0), self.width * self.largest, 0.0)
-        self.contiguous = keeps_gradients_contiguous(self.columns)
-        self.accumulates = (self.columns.accumulation > 1) | (self.columns.keeps_gradients > 0)
-
-    def _muon(self, sizes: list[int]) -> None:
-        """Set what Muon keeps for its matrices, besides Adam's states of the rest, and what it takes to step them.
-
-        Stages 1 and 2 keep a momentum as wide as the gradients, and a copy of it that a skipped step discards
-        (stage_1_and_2.py, `_muon_momentum_buffer`, `_muon_staging_momentum`). The end of backward replaces gradients by
-        updates (`get_flat_partition`). Stage 3 keeps a momentum in the type that is sent (stage3.py,
-        `_create_momentum_buffer`). It gathers the gradients and momenta of a bucket (`_apply_muon_to_accumulated_grads`), or
-        of a whole sub-group if they are offloaded (`_apply_muon_updates_cpu_offload`). Blocks of these gathers stay
-        allocated between steps (`_muon_allgather_buffers`).
-        """
-        nothing = np.zeros(len(self.columns))
-        self.orthogonalized = self.updates = self.allgathered = nothing
-        # largest share of the parameters in one of the optimizer's groups, which are stepped in turn
-        self.at_step = 1.0
-        if not sizes:
-            return
-        share, largest = sum(sizes) / self.total, float(max(sizes))
-        self.at_step = max(share, 1 - share)
-        self.sub_group = np.minimum(self.sub_group, self.at_step * self.part)
-        in_two, iterating = self.two & ~self.bf16_optimizer, _NEWTON_SCHULZ_BYTES * largest
-        momentum = np.select([in_two & ~self.out, self.three], [2 * self.made, self.sent], 4.0)
-        self.states = share * momentum + (1 - share) * _ADAM_BYTES * self.columns.state_share
-        self.updates = np.where(in_two & ~self.out, self.made * share * self.part + iterating, 0.0)
-        at_two = min(share * self.total, max(largest, _MUON_BATCH))
-        # Stage 3: gradients and momenta at once if they are offloaded, otherwise one after the other.
-        of_group = 2 * self.accumulated * np.minimum(share * self.total, self.sub_group * self.ranks)
-        packed = [_bucket_sizes(tuple(sizes), float(limit)) for limit in self.columns.reduce_bucket]
-        at_three = np.where(self.out, of_group, self.sent * np.array([max(one) for one in packed]))
-        block = (1 + 1 / self.ranks) * at_three
-        if self.ranks > 1:
-            kept = np.where(self.out, block, (1 + 1 / self.ranks) * self.sent * np.array([sum(one) for one in packed]))
-            kept = np.where(block <= _KEPT_BY_MUON, np.minimum(kept, _KEPT_BY_MUON), 0.0)
-            blocks = [(1 + 1 / self.ranks) * count * 4.0 * at_two for count in (1, 2)]  # gradients, then momenta too
-            at_once = sum(min(one, _LARGEST_OF_MUON) for one in blocks)
-            self.allgathered = np.select([self.three, in_two & self.out], [kept, nothing + at_once], 0.0)
-        # A block that is too large to be kept is freed after the step.
-        gathered = np.where(self.three & (self.ranks > 1) & (block > _KEPT_BY_MUON), block, 0.0)
-        gathered = gathered + np.select(
-            [self.three & self.out, self.three, in_two & self.out],
-            [at_three, (2 + 1 / self.ranks) * at_three, nothing + 2 * 4.0 * at_two],
-            0.0,
-        )
-        self.orthogonalized = gathered + iterating
-
-    def _buckets(self) -> None:
-        """Set the buckets, and the bytes kept between micro-batches."""
-        # Stage 3 has its buckets in the dtype that is sent.
-        self.bucket_width = np.where(self.three, self.sent, self.made)
-        buckets = reduce_bucket_bytes(self.columns, self.bucket_width)
-        # Stage 3 allocates its bucket with the engine; stages 1 and 2 allocate theirs in backward.
-        self.standing = np.where(self.three, buckets, 0.0)
-        self.ipg = np.where(self.two & ~self.bf16_optimizer, buckets, 0.0)
-        self.early = np.where(self.columns.early_buckets > 0, self.ipg, 0.0)
-        # Stage 1 also keeps its buckets, and frees them after the last micro-batch.
-        accumulated = np.select(
-            [self.bf16_optimizer, self.zero0 | self.one, self.two & (~self.out | self.compact)],
-            [
-                np.where(self.columns.immediate > 0, 0.0, self.whole),
-                self.made * self.total,
-                self.own * self.part + self.across,
-            ],
-            0.0,
-        )
-        self.kept = np.where(self.accumulates, accumulated, 0.0)
-        self.kept_buckets = self.standing + np.where(self.accumulates & self.one, self.ipg, 0.0)
+def accumulates(c: Columns) -> Flags:
+    """Select the candidates whose gradients stay between micro-batches, (n,)."""
+    return np.asarray((c.accumulation > 1) | (c.keeps_gradients > 0))
 
 
 def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> MemoryEstimate:
@@ -254,12 +223,296 @@ def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu
 
     On "cuda", memory is really pinned, and torch's optimizers allocate their intermediates.
     """
-    terms, moments = _Terms(job, trace, columns, device), _Moments(len(columns))
-    parameters, gradients, optimizer = _resident(terms)
-    _add_passes(terms, moments)
-    _add_step(terms, moments, gradients)
-    kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms), **_step_blocks(terms)}
-    return MemoryEstimate(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
+    sizes = Sizes.of(job, trace, device)
+    at = Moments.of(trace, sizes.width)
+    shape = (len(at.names), len(columns))
+    terms: Terms = {name: np.zeros(shape) for name in (*PASSING, STREAMS)}
+    terms |= {name: np.zeros(len(columns)) for name in (*RESIDENT, *SEGMENTS, HOLES_LEFT, FREED, HOST)}
+    sums_apart = (columns.stage == 1) & (columns.accumulated != sizes.width) & (columns.offload_optimizer == 0)
+    sums_apart &= job.precision == "bf16"
+    stages: list[tuple[Callable[..., Terms], Flags]] = [
+        (_stage_0, columns.stage == 0),
+        (_bf16_optimizer, sums_apart),
+        (_stages_1_and_2, ((columns.stage == 1) | (columns.stage == 2)) & ~sums_apart),
+        (_fsdp if job.torch_alone else _stage_3, columns.stage == 3),
+    ]
+    for function, mine in stages:
+        if mine.any():
+            for name, size in function(sizes, columns.only(mine), at).items():
+                terms[name][..., mine] = size
+    terms[ACTIVATIONS] = _activations(job, trace, columns, at)
+    other = (at.checkpointing != columns.checkpointing) & ~np.isnan(at.checkpointing)
+    for name in (*PASSING, STREAMS):
+        terms[name][other] = 0.0
+    return MemoryEstimate(at.names, terms)
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+#
+# `s` are the job's sizes, `c` the knobs of the stage's candidates, and `at` the moments. Terms that are missing are zero.
+
+
+def _stage_0(s: Sizes, c: Columns, at: Moments) -> Terms:
+    copy = min(s.trained, REDUCE_ELEMENTS) * (s.width + np.where(c.communicated != s.width, c.communicated, 0.0))
+    # Gradients in 32 bits, and for FP16_Optimizer once more as one flat tensor.
+    copied = 4.0 * (s.width < 4 and not s.plain) * (1 + s.optimizer.flattens) * s.trained
+    stepped = s.largest if s.optimizer.loops else s.trained
+    step = (
+        copied
+        + s.temporary * stepped
+        + _NEWTON_SCHULZ_BYTES * s.muon_largest
+        + s.optimizer.one_by_one_bytes * s.largest
+    )
+    # torch's DistributedDataParallel copies gradients into its buckets (gradient_as_bucket_view is off by default).
+    copies_all = (s.plain or s.torch_alone) and s.ranks > 1
+    return {
+        WEIGHTS: s.whole + s.frozen_width * s.frozen + 0 * c.stage,
+        GRADIENTS: s.whole * copies_all + 0 * c.stage,
+        # 32-bit parameters are their own masters.
+        MASTERS: s.trained * (c.master if s.plain else 4.0 * (s.width < 4) + 0 * c.stage),
+        STATES: s.trained * s.states(c),
+        GATHERED: s.dequantized * at.at("forward", "backward"),
+        COPIES: np.maximum(accumulates(c) * s.whole * ~at.at("init"), s.width * at.made)
+        + at.ended * copy * (not s.plain and not s.torch_alone)
+        + at.at("step") * step,
+    }
+
+
+def _bf16_optimizer(s: Sizes, c: Columns, at: Moments) -> Terms:
+    """Return the terms of stage 1 in bf16 with gradients summed in 32 bits (DeepSpeed's BF16_Optimizer)."""
+    kept = np.where(c.immediate > 0, 0.0, s.whole)
+    gradients = np.where(c.immediate > 0, np.minimum(at.made * s.width, s.width * s.largest), at.made * s.width)
+    step = kept + s.temporary * s.part + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    # The flat tensor is reduced directly, in the dtype that is sent.
+    sent = np.where(c.communicated != c.accumulated, c.communicated * s.trained, 0.0)
+    return {
+        WEIGHTS: s.whole + s.frozen_width * s.frozen + 0 * c.stage,
+        GRADIENTS: c.accumulated * s.trained,
+        MASTERS: c.master * s.part,
+        STATES: s.states(c) * s.part + s.optimizer.stray_share * s.whole,
+        GATHERED: s.dequantized * at.at("forward", "backward"),
+        COPIES: np.where(
+            at.at("step"),
+            step,
+            np.maximum(accumulates(c) * kept * ~at.ended * ~at.at("init"), gradients + at.ended * sent),
+        ),
+        HOST: 0 * c.stage,
+    }
+
+
+def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
+    one, out, contiguous, adds = c.stage == 1, c.offload_optimizer > 0, keeps_gradients_contiguous(c), accumulates(c)
+    # Gradients that are summed in another precision than backward makes are added up in one flat buffer of a rank's part.
+    flat_sum = c.accumulated != s.width
+    made = np.where(flat_sum & one, c.accumulated, s.width)  # bytes per element of .grad
+    own = np.where(flat_sum, c.accumulated, s.width)  # bytes per element of a rank's own part
+    # A parameter that crosses the border of a part is kept whole. In round-robin order that is a large one.
+    across = np.where(c.round_robin > 0, s.width * s.largest, 0.0)
+    bucket = reduce_bucket_bytes(c, made)
+    kept = adds * np.where(one, made * s.trained, (~out | flat_sum) * (own * s.part + across))
+
+    began, full = at.made > 0, (at.made >= c.reduce_bucket) | at.ended
+    first = made * np.minimum(at.made, c.reduce_bucket)  # bytes that wait until the bucket is full
+    # Gradients sent in another dtype are copied. A bucket whose parts are added to a flat buffer is cut into many
+    # slices, and copied to be contiguous again.
+    sent = np.where(c.communicated != made, c.communicated * np.minimum(at.made, c.reduce_bucket), 0.0)
+    flat = np.where(contiguous, bucket + full * (sent + flat_sum * first), full * (first + sent))
+    # Stage 1 keeps its buckets until the last micro-batch has ended.
+    early = bucket * np.where(at.at("backward") & ~at.ended, c.early_buckets, 0.0)
+    in_pass = np.maximum(flat * began, np.maximum(early, adds * one * bucket * ~at.ended))
+
+    mine = own * np.minimum(at.made, s.part)
+    # With offload, a gradient's norm is computed in 64 bits as soon as it exists.
+    norm = out * (s.width < 4) * np.minimum(8.0 * at.made, s.norm)
+    summed = adds * ~out * ~flat_sum * (s.width * s.part + across)
+    two = np.where(contiguous, mine * (~out | flat_sum) + summed + norm, 0.0)
+    two = np.where(contiguous, two, first + (s.width * at.made - first) / s.ranks + np.where(flat_sum, mine, summed))
+    # Parameters larger than the bucket are reduced in place, and stay until the step.
+    large = bypassing(s.trace, c, made, at.made * made, contiguous) * ~at.ended
+    gradients = np.where(one, np.where(contiguous, mine + norm + large, made * at.made), two) * began
+
+    # The step: a rank's part as gathered, flat, and in the master's precision. Only the last remains.
+    cast, stepping = np.where(own != c.master, c.master, 0.0), ~out & (c.master > 0)
+    flattened = np.where(flat_sum, own, 2 * s.width) + cast
+    step = np.maximum(flattened, c.master + s.temporary) * s.part
+    step = ~out * (across + np.maximum(own * s.part + s.norm, step))
+    step = step + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    freed = np.where(own != c.master, np.where(flat_sum, own, 2 * s.width), 0.0) * s.part
+    # Muon gathers offloaded gradients and momenta in 32 bits. Otherwise the end of backward replaces gradients by updates.
+    gathered = 2 * 4.0 * min(s.muon_share * s.trained, max(s.muon_largest, _MUON_BATCH))
+    step = np.maximum(step, out * (gathered + _NEWTON_SCHULZ_BYTES * s.muon_largest))
+    gradients = gradients + at.ended * ~out * s.muon_share * made * s.part
+    return {
+        WEIGHTS: s.whole + s.frozen_width * s.frozen + 0 * c.stage,
+        GRADIENTS: out * s.width * s.largest,  # staged on their way to the host
+        MASTERS: ~out * c.master * s.part,
+        STATES: ~out * (s.states(c, 2 * made) * s.part + s.optimizer.stray_share * s.whole),
+        BUCKET: np.where(at.at("step"), adds * one * bucket, in_pass) * ~at.at("init"),
+        GATHERED: s.dequantized * at.at("forward", "backward"),
+        COPIES: np.maximum(np.where(at.at("step"), step, gradients), kept * ~at.ended) * ~at.at("init"),
+        FREED: stepping * freed,
+        **dict(zip(SEGMENTS, (stepping * own * s.part, stepping * cast * s.part, stepping * s.norm), strict=True)),
+        HOST: out * _host_of_two(s, c, adds & (c.stage == 2) & ~flat_sum & (c.master == 4)),
+    }
+
+
+def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
+    out = c.offload_optimizer > 0
+    stays = np.where(out, 1 - c.offload_ratio, 1.0)  # Twin-Flow's share of the states on the device
+    several = s.ranks > 1
+    # hpZ keeps a second set of parameters in each node.
+    sets = 1 / s.ranks + np.where(c.secondary > 1, 1 / c.secondary, 0.0)
+    gradients = np.where(out, stays * c.master, c.accumulated) * s.part
+    standing = reduce_bucket_bytes(c, c.communicated)
+    waiting = np.minimum(at.made, c.reduce_bucket)
+    first, full = c.communicated * waiting, (at.made >= c.reduce_bucket) | at.ended
+    sent = np.where(c.communicated != s.width, c.communicated * waiting, 0.0)
+    scattered = (first + np.where(c.accumulated != c.communicated, c.accumulated * waiting, 0.0)) / s.ranks
+    flat = full * (first + sent + scattered)
+    group = sub_groups(c, s)
+    cast, stepping = np.where(c.accumulated != c.master, c.master, 0.0), ~out & (c.master > 0)
+    step = np.maximum(np.maximum(c.accumulated + cast, c.master + s.temporary) * group, 8.0 * s.largest / s.ranks)
+    step = ~out * step + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    # Muon gathers gradients and momenta: those of a sub-group together if they are offloaded, else of a bucket in turn.
+    whole, at_once = s.muon_share * s.trained, np.maximum(c.reduce_bucket, s.muon_largest)
+    muon = 2 * np.where(
+        out, c.accumulated * np.minimum(whole, group * s.ranks), c.communicated * np.minimum(whole, at_once)
+    )
+    step = np.maximum(step, muon + _NEWTON_SCHULZ_BYTES * s.muon_largest)
+    # The engine begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states).
+    beyond = ~out * np.maximum(0.0, c.master * group - gradients)
+    passes = at.at("forward", "backward")
+    turn = gathered_bytes(s.trace, c, s.frozen_width, s.ranks)
+    always = s.frozen_width * persistent(s.trace, c)
+    freed = np.where(c.accumulated != c.master, c.accumulated, 0.0) * group
+    weights = sets * (s.whole + s.frozen_width * s.frozen)
+    # Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
+    # together (stage3.py, _create_fp16_partitions_with_defragmentation).
+    holes = HOLES * s.frozen_width * s.frozen / s.ranks * (several and not s.plain)
+    return {
+        WEIGHTS: np.where(c.offload_param > 0, 0.0, weights),
+        GRADIENTS: gradients,
+        MASTERS: stays * c.master * s.part,
+        STATES: stays * s.states(c, c.communicated) * s.part + ~out * s.optimizer.stray_share * s.whole,
+        BUCKET: (standing + flat * passes) * ~at.at("init"),
+        GATHERED: several * np.where(at.at("step"), always, passes * np.maximum(turn, at.used)),
+        COPIES: np.select([passes, at.at("step")], [np.where(keeps_gradients_contiguous(c), 0.0, first), step], beyond),
+        HOLES_LEFT: np.where(c.offload_param > 0, 0.0, holes),
+        FREED: stepping * freed,
+        **dict(
+            zip(SEGMENTS, (stepping * c.accumulated * group, stepping * cast * group, stepping * s.norm), strict=True)
+        ),
+        HOST: _host_of_three(s, c, group, 1 - stays),
+    }
+
+
+def _fsdp(s: Sizes, c: Columns, at: Moments) -> Terms:
+    """Return the terms of FullyShardedDataParallel, which stage 3 means without DeepSpeed.
+
+    Its shards are its masters: in 32 bits, unless all is in the weights' own type (torch 2.13, distributed/fsdp,
+    _flat_param.py, _use_low_precision_shard). Gathered parameters have the type of the arithmetic. A unit of gradients is
+    reduced when it is complete.
+    """
+    shard, out = s.width if s.plain else max(s.width, 4.0), c.offload_optimizer > 0
+    none = dataclasses.replace(c, master=0 * c.master)
+    terms = _stage_3(s, none, at)
+    waiting = np.where(at.at("step"), 0.0, c.reduce_bucket)
+    reduced = shard * np.maximum(0.0, at.made - waiting) / s.ranks * ~out * ~accumulates(c)
+    copies = np.where(at.at("step"), s.temporary * s.part * ~out, terms[COPIES]) + reduced
+    copies = copies + at.at("step") * s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    sets = 1 / s.ranks + np.where(c.secondary > 1, 1 / c.secondary, 0.0)
+    weights = sets * (shard * s.trained + s.frozen_shard * s.frozen)
+    return terms | {
+        WEIGHTS: np.where(c.offload_param > 0, 0.0, weights),
+        GRADIENTS: ~out * accumulates(c) * shard * s.part,
+        COPIES: copies * ~at.at("init"),
+        STREAMS: (reduced + terms[GATHERED]) * ~at.at("init"),
+        HOLES_LEFT: 0 * c.stage,
+    }
+
+
+def sub_groups(c: Columns, s: Sizes) -> Floats:
+    """Return (n,) elements of a sub-group of stage 3. No parameter is cut."""
+    return np.minimum(s.part, np.maximum(c.sub_group, s.largest / s.ranks))
+
+
+def _activations(job: Job, trace: Trace, c: Columns, at: Moments) -> Floats:
+    """Return (moments, n) bytes of the tensors of the model's own forward and backward."""
+    eager = np.where(c.fused_by_compiling & (c.checkpointing == 0), COMPILED_KEPT, 1.0)
+    run, passes = eager * np.maximum(0.0, at.fixed + at.each * c.rows), at.at("forward", "backward") & ~at.ended
+    # DeepSpeed's own linear of stage 3 keeps the inputs of frozen layers (runtime/zero/linear.py,
+    # LinearFunctionForZeroStage3.forward).
+    (fixed, each), (again_fixed, again_each) = trace.plain.frozen_only, trace.of(True).frozen_only
+    inputs = np.where(c.checkpointing > 0, again_fixed + again_each * c.rows, fixed + each * c.rows)
+    inputs = at.inputs * np.where((c.stage == 3) & (c.own_linear > 0), inputs, 0.0)
+    return np.asarray((run + inputs + _exchanged(job, c)) * passes)
+
+
+def _exchanged(job: Job, c: Columns) -> Floats:
+    """Return (n,) bytes by which Ulysses adds to the activations, all of them in the model's precision.
+
+    The layer that runs holds the blocks that it has exchanged besides its own (ulysses_sp.py, `_combine_local_sequences`).
+    Each layer whose activations are kept also keeps the copies of repeated keys and values.
+    """
+    ranks = job.sequence_ranks
+    heads = attention_heads(job.model.config) if ranks > 1 else None
+    if heads is None:
+        return np.zeros(len(c))
+    kept = heads.repeated(ranks) * np.where(c.checkpointing > 0, 1, heads.layers)
+    return np.asarray(job.element_bytes * job.seq_len * (heads.exchanged(ranks) + kept) * c.rows)
+
+
+# -- main memory -------------------------------------------------------------------------------------------------------
+
+
+def _pinned(s: Sizes, size: Floats | float, pins: Floats) -> Floats:
+    """Return the bytes of main memory that a tensor takes. Pinning does nothing on CPU ranks (cpu_accelerator.py)."""
+    return np.where((pins > 0) & s.on_gpu, pinned_bytes(size), size)
+
+
+def _while_pinned(s: Sizes, c: Columns, states: Floats) -> Floats:
+    """Return what is added while gradients are pinned: their original is still allocated, and the states are not yet."""
+    original = np.where((c.offload_optimizer == 1) & s.on_gpu, np.maximum(c.master, c.accumulated) * s.part, 0.0)
+    return np.maximum(0.0, original - states)
+
+
+def _host_of_two(s: Sizes, c: Columns, sums: Flags) -> Floats:
+    """Return (n,) bytes of an optimizer offloaded at stage 1 or 2; `sums`: each parameter has a separate 16-bit buffer."""
+    on_host, pins = c.offload_optimizer < 2, c.pinned_optimizer
+    states = np.where(on_host, s.states(c) * s.part, 0.0)
+    each = np.where((pins > 0) & s.on_gpu, _sum_of_blocks(s.trace.parameters, s.width), s.whole) / s.ranks
+    # masters and their gradients, the 16-bit copy, and one parameter's staging
+    flat = 2 * _pinned(s, c.master * s.part, pins) + _pinned(s, s.width * s.part, pins)
+    flat = flat + _pinned(s, s.width * s.largest, pins)
+    return np.asarray(flat + sums * each + states + _while_pinned(s, c, states))
+
+
+def _host_of_three(s: Sizes, c: Columns, group: Floats, share: Floats) -> Floats:
+    """Return (n,) bytes of what stage 3 offloads; `share` of the optimizer's states, in sub-groups of `group` elements.
+
+    The gradients of the sub-groups are pinned one by one, and the flat buffer. Masters are not pinned.
+    """
+    on_host, pins = c.offload_optimizer < 2, c.pinned_optimizer
+    states = np.where(on_host, s.states(c, c.communicated) * s.part * share, 0.0)
+    full = np.floor(s.part / group)
+    rest = np.maximum(0.0, s.part - full * group)
+    gradients = full * _pinned(s, c.master * group, pins) + _pinned(s, c.master * rest, pins)
+    held = (np.where(on_host, c.master * s.part, 0.0) + gradients) * share + _pinned(s, c.accumulated * s.part, pins)
+    held = (c.offload_optimizer > 0) * (held + states + _while_pinned(s, c, states))
+    # Parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks. Frozen
+    # parameters stay in them (stage3.py, _create_fp16_partitions_with_defragmentation).
+    pinned, width = (c.pinned_param > 0) & s.on_gpu, s.width / s.ranks
+    flat = _pinned(s, s.width * s.part, c.pinned_param) + pinned * _sum_of_blocks(s.trace.parameters, width)
+    frozen = np.where(pinned, _sum_of_blocks(s.trace.every_frozen_size, width), s.frozen_width * s.frozen / s.ranks)
+    return np.asarray(held + np.where(c.offload_param > 0, flat + frozen, 0.0))
+
+
+def _sum_of_blocks(sizes: list[int], width: float) -> float:
+    """Return the bytes of one pinned block per parameter, at `width` bytes per element."""
+    return float(pinned_bytes(width * np.array(sizes, dtype=np.float64)).sum())
+
+
+# -- widths ------------------------------------------------------------------------------------------------------------
 
 
 def trained_width(job: Job, trace: Trace) -> float:
@@ -295,18 +548,6 @@ def muon_sizes(job: Job, trace: Trace) -> list[int]:
     return trace.parameters if job.lora else _inner_matrices(job, trace.parameters)
 
 
-@functools.lru_cache(maxsize=256)
-def _bucket_sizes(sizes: tuple[int, ...], limit: float) -> frozenset[int]:
-    """Return the different sums of neighbouring sizes that are gathered at once: at most `limit`, or one size."""
-    found, filled = set(), 0
-    for size in sizes:
-        if filled and filled + size > limit:
-            found.add(filled)
-            filled = 0
-        filled += size
-    return frozenset({*found, filled})
-
-
 def _inner_matrices(job: Job, sizes: list[int]) -> list[int]:
     """Select the sizes of matrices between embedding and head."""
     text = job.model.config.get("text_config") or job.model.config
@@ -320,250 +561,6 @@ def frozen_width(job: Job, trace: Trace) -> tuple[float, float]:
     width, sizes = job.element_bytes, quantized_sizes(job, trace)
     share = sum(sizes) / max(trace.frozen, 1)
     return share * NF4_BYTES + (1 - share) * width, width * max(sizes, default=0)
-
-
-def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
-    """Return (parameters, gradients, optimizer): device bytes that stay allocated all the time."""
-    frozen = np.where(t.fsdp, t.frozen_shard, t.frozen_width) * t.trace.frozen
-    second = np.where(t.columns.secondary > 1, 1 / t.columns.secondary, 0.0)
-    shared = (1 / t.ranks + second) * (np.where(t.fsdp, t.shard * t.total, t.whole) + frozen)
-    parameters = np.where(t.three, np.where(t.parameters_out, 0.0, shared), t.whole + frozen)
-    # Stages 1 to 3 clone 32-bit master weights even of 32-bit parameters; stage 0 needs no such clone.
-    master = np.where(t.zero0 & (not t.plain), 0.0 if t.width == 4 else 4.0, t.master)
-    partitioned = np.where(t.out, t.stays, 1.0) * (master + t.states) * t.part
-    partitioned = partitioned + np.where(t.out, 0.0, t.stepper.stray_share * t.whole)
-    optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned) + t.allgathered
-    # Stage 3 keeps its partition's gradients in one buffer. Stages 1 and 2 stage one parameter's gradient on its way
-    # to the host.
-    staged = np.where(t.two & t.out, t.width * t.largest, 0.0)
-    at_three = np.where(t.out, t.stays * t.master, np.where(t.fsdp, t.shard * t.accumulates, t.accumulated)) * t.part
-    # torch's DistributedDataParallel copies gradients into its buckets (gradient_as_bucket_view is off by default).
-    copied = np.where(t.zero0 & (t.plain | t.torch_alone) & (t.ranks > 1), t.whole, 0.0)
-    gradients = np.select([t.three, t.bf16_optimizer], [at_three, t.accumulated * t.total], staged + copied)
-    return parameters, gradients, optimizer
-
-
-def _add_passes(t: _Terms, moments: _Moments) -> None:
-    """Add the moments of forward and backward."""
-    c = t.columns
-    every = np.ones(len(c), dtype=bool)
-    gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), t.dequantized)
-    copied = {choice: t.exchanged(choice) for choice in (0.0, 1.0)}
-    for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
-        mine = c.checkpointing == choice
-        kept = np.where(c.fused_by_compiling & (choice == 0), COMPILED_KEPT, 1.0)
-        for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
-            for fixed, each, grads, used in _points(run, phase):
-                (held, buckets), shards = _pending(t, grads), _shards(t, grads)
-                whole = np.where(t.three, np.maximum(gathered, used) * (t.ranks > 1), t.dequantized)
-                if phase == BACKWARD:
-                    buckets = np.maximum(buckets, t.early)
-                bypass = t.contiguous & t.one & ~t.bf16_optimizer
-                held = held + bypassing(t.trace, c, t.made, grads / t.width * t.made, bypass)
-                moments.add(
-                    name,
-                    mine,
-                    np.maximum(t.kept_buckets, t.standing + buckets),
-                    whole,
-                    np.maximum(t.kept, held + shards),
-                    kept * np.maximum(0.0, fixed + each * c.rows) + _kept_inputs(t, run, each) + copied[choice],
-                    shards + t.fsdp * whole,
-                )
-    held, buckets = _pending(t, t.whole, done=True)
-    flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
-    flat = np.where(t.plain | t.torch_alone, 0.0, flat)
-    held = np.where(t.zero0, t.whole + flat, held)
-    # BF16_Optimizer reduces its flat tensor directly, in the dtype that is sent; those of several groups are copied.
-    held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held) + t.updates
-    held = held + t.bf16_optimizer * (t.at_step < 1) * t.accumulated * min(t.total, REDUCE_ELEMENTS)
-    made = _shards(t, t.whole)
-    moments.add("backward", every, t.standing + buckets, gathered, held + made, moments.zero, made + t.fsdp * gathered)
-
-
-def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
-    """Return the input bytes that DeepSpeed's own linear keeps for frozen layers at stage 3.
-
-    Source: runtime/zero/linear.py, LinearFunctionForZeroStage3.forward. A sequence holds `each` bytes of activations at
-    that point.
-    """
-    fixed, per_sequence = run.frozen_only
-    share = min(1.0, max(0.0, each / run.after_forward[1])) if run.after_forward[1] > 0 else 1.0
-    return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.rows), 0.0)
-
-
-def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
-    """Add the moments of the optimizer's step and of its initialisation; `gradients` are the resident ones."""
-    every = np.ones(len(t.columns), dtype=bool)
-    # Stage 0: gradients in 32 bits, and for FP16_Optimizer once more as one flat tensor.
-    copied = 4.0 if t.width < 4 and not t.plain else 0.0
-    of_all = t.whole + copied * (2 if t.stepper.flattens else 1) * t.total + t.temporary_bytes * t.at_once
-    # A rank's part: as gathered, flat, and in the master's precision. Only the last remains during the step.
-    # With several groups of parameters, each is flattened in turn.
-    cast = np.where(t.own != t.master, t.master, 0.0)
-    flattened = np.where(t.compact, t.own, 2 * t.width) + cast
-    flattened = flattened - (1 - t.at_step) * (np.where(t.compact, 0.0, t.width) + cast)
-    # Before that, its norm is computed in 64 bits, parameter by parameter (get_grad_norm_direct).
-    norm = t.own * t.part + 8.0 * min(t.largest, t.part)
-    of_part = t.across + np.maximum(norm, np.maximum(flattened, t.master + t.temporary_bytes) * t.part)
-    of_sum = np.where(t.columns.immediate > 0, 0.0, t.whole) + t.temporary_bytes * t.part
-    converted = t.accumulated + np.where(t.accumulated != t.master, t.master, 0.0)
-    of_sub_group = np.maximum(converted, t.master + t.temporary_bytes) * t.sub_group
-    of_sub_group = np.maximum(of_sub_group, 8.0 * t.largest / t.ranks)
-    # Twin-Flow's second optimizer is torch's AdamW, not fused; its gradients are resident.
-    of_split = np.where((t.stays > 0) & t.on_gpu, 4.0, 0.0) * t.sub_group
-    shards = _shards(t, t.whole, stepping=True)
-    one_by_one = t.stepper.one_by_one_bytes * np.where(t.zero0, t.largest, np.minimum(t.largest, t.part))
-    copies = one_by_one + np.maximum(
-        t.orthogonalized,
-        np.select(
-            [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.fsdp & ~t.out, t.three & ~t.out, t.three],
-            [of_all + t.orthogonalized, of_sum, of_part, shards + t.temporary_bytes * t.part, of_sub_group, of_split],
-            0.0,
-        ),
-    )
-    whole = np.where(t.three & (t.ranks > 1), t.frozen_width * persistent(t.trace, t.columns), 0.0)
-    moments.add("step", every, t.kept_buckets, whole, np.maximum(copies, t.kept), moments.zero, shards + t.fsdp * whole)
-    # Stage 3 begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states).
-    beyond = np.maximum(0.0, t.master * t.sub_group - gradients)
-    moments.add("init", t.three & ~t.out, moments.zero, moments.zero, beyond, moments.zero, moments.zero)
-
-
-def _left(t: _Terms) -> Floats:
-    """Return the bytes of blocks that the step has freed and cannot reuse."""
-    of_part = np.where(t.own != t.master, np.where(t.compact, t.own, 2 * t.width), 0.0) * t.part
-    of_sub_group = np.where(t.accumulated != t.master, t.accumulated, 0.0) * t.sub_group
-    left = np.select([t.two & ~t.bf16_optimizer & ~t.out, t.three & ~t.out], [of_part, of_sub_group], 0.0)
-    return np.where(t.master > 0, left, 0.0)
-
-
-def _step_blocks(t: _Terms) -> dict[str, Floats]:
-    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, fields of MemoryEstimate.
-
-    Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py (`step`: flatten, cast, get_grad_norm_direct) and stage3.py
-    (`_prepare_fp32_grad_for_sub_group`).
-    """
-    mine = (t.two | t.three) & ~t.out & ~t.bf16_optimizer & ~t.fsdp & (t.master > 0)
-    at_once = np.where(t.three, t.sub_group, t.part)
-    flat = np.where(t.three, t.accumulated, t.own) * at_once
-    cast = np.where(t.master != np.where(t.three, t.accumulated, t.own), t.master * at_once, 0.0)
-    norm = np.full(len(t.columns), 8.0 * min(t.largest, t.part))
-    return {name: np.where(mine, size, 0.0) for name, size in (("flat", flat), ("cast", cast), ("norm", norm))}
-
-
-def _holes(t: _Terms) -> Floats:
-    """Return the unused bytes between frozen partitions at stage 3.
-
-    Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
-    together (stage3.py, _create_fp16_partitions_with_defragmentation).
-    """
-    frozen = HOLES * t.frozen_width * t.trace.frozen / t.ranks
-    return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & (not t.plain) & ~t.fsdp, frozen, 0.0)
-
-
-def _host(t: _Terms) -> Floats:
-    """Return the peak of host bytes of one rank if something is offloaded."""
-    c = t.columns
-    share = 1 - t.stays
-
-    def pinned(size: Floats | float, by: Floats) -> Floats:
-        blocks = np.where(by > 0, pinned_bytes(size), size) if t.on_gpu else size
-        return np.asarray(blocks, dtype=np.float64)
-
-    def of_optimizer(size: Floats | float) -> Floats:
-        return pinned(size, c.pinned_optimizer)
-
-    masters = t.master * t.part
-    on_host = c.offload_optimizer < 2  # otherwise on NVMe
-    states = np.where(on_host, t.states * t.part * share, 0.0)
-    largest = t.width * t.largest
-    accumulating = t.accumulates & (c.stage == 2) & ~t.compact & (t.master == 4)
-    # Each parameter has a separate buffer.
-    pins = (c.pinned_optimizer > 0) & t.on_gpu
-    each = np.where(pins, _sum_of_blocks(t.trace.parameters, t.width), t.width * t.total) / t.ranks
-    of_two = of_optimizer(masters) + of_optimizer(t.width * t.part) + of_optimizer(masters) + of_optimizer(largest)
-    of_two = of_two + np.where(accumulating, each, 0.0)
-    # Stage 3 pins the gradients of its sub-groups one by one, and its flat buffer. Its masters are not pinned.
-    full = np.floor(t.part / t.sub_group)
-    rest = np.maximum(0.0, t.part - full * t.sub_group)
-    by_group = full * of_optimizer(t.master * t.sub_group) + of_optimizer(t.master * rest)
-    of_three = (np.where(on_host, masters, 0.0) + by_group) * share + of_optimizer(t.accumulated * t.part)
-    host = np.where(t.out, np.where(t.three, of_three, of_two) + states, 0.0)
-    # While gradients are pinned, their unpinned original is still allocated, and the states are not yet.
-    original = np.where(t.out & on_host & t.on_gpu, np.maximum(t.master, t.accumulated) * t.part, 0.0)
-    host = host + np.maximum(0.0, original - states)
-    # Parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks.
-    one_by_one = (c.pinned_param > 0) & t.on_gpu
-    flat = pinned(t.width * t.part, c.pinned_param)
-    left = np.where(one_by_one, _sum_of_blocks(t.trace.parameters, t.width / t.ranks), 0.0)
-    # Frozen parameters stay in the blocks where they were pinned (stage3.py,
-    # _create_fp16_partitions_with_defragmentation).
-    shares = _sum_of_blocks(t.trace.every_frozen_size, t.width / t.ranks)
-    frozen = np.where(one_by_one, shares, t.frozen_width * t.trace.frozen / t.ranks)
-    return np.asarray(host + np.where(t.parameters_out, flat + left + frozen, 0.0), dtype=np.float64)
-
-
-def _sum_of_blocks(sizes: list[int], width: float) -> float:
-    """Return the bytes of one pinned block per parameter, at `width` bytes per element."""
-    return float(pinned_bytes(width * np.array(sizes, dtype=np.float64)).sum())
-
-
-def _points(run: Pass, phase: int) -> list[tuple[float, float, float, float]]:
-    """Return (fixed, per sequence, gradients, parameters in use) in bytes of every entry of one phase."""
-    rows = zip(run.fixed, run.per_sequence, run.gradients, run.in_use, run.phase, strict=True)
-    return [(fixed, each, grads, used) for fixed, each, grads, used, at in rows if at == phase]
-
-
-def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Floats]:
-    """Return (gradients held, buckets) in bytes once backward has made `grads` bytes of gradients; `done` after the last.
-
-    No bucket exists before the first gradient. A bucket that is copied flat is copied when it is full, or at the end.
-    """
-    c = t.columns
-    nothing = np.zeros(len(c))
-    if grads <= 0:
-        return nothing, nothing
-    stage, contiguous = c.stage, t.contiguous
-    elements = grads / t.width
-    waiting = np.minimum(elements, c.reduce_bucket)  # elements in the bucket until it is full
-    first = t.bucket_width * waiting
-    full = (elements >= c.reduce_bucket) | done
-    own = t.own * min(elements, t.part)
-    # With offload (then always contiguous), a gradient's norm is computed in 64 bits as soon as it exists.
-    norm = np.where(t.out, 8.0 * min(t.largest, t.part, elements), 0.0) if t.width < 4 else nothing
-    accumulated = np.where(t.accumulates & ~t.out & ~t.compact, t.width * t.part + t.across, 0.0)
-    held = np.select(
-        [t.zero0, t.bf16_optimizer, t.one & contiguous, t.one, (stage == 2) & contiguous, stage == 2],
-        [
-            nothing + grads,
-            np.where(c.immediate > 0, min(grads, t.width * t.largest), grads),
-            own + norm,
-            t.made * elements,
-            np.where(t.out & ~t.compact, 0.0, own) + accumulated + norm,
-            first + (grads - first) / t.ranks + np.where(t.compact, own, accumulated),
-        ],
-        np.where(contiguous, 0.0, first),
-    )
-    # Gradients sent in another dtype are copied. A bucket whose parts are added to a flat buffer is cut into many
-    # slices, and copied to be contiguous again.
-    converted = np.where(t.sent != np.where(t.three, t.width, t.bucket_width), t.sent * waiting, 0.0)
-    recut = np.where(t.compact, first, 0.0)
-    scattered = (first + np.where(t.accumulated != t.sent, t.accumulated * waiting, 0.0)) / t.ranks
-    flat = np.select(
-        [t.zero0 | t.bf16_optimizer, (stage < 3) & contiguous, ~full, stage < 3],
-        [nothing, t.ipg + np.where(full, converted + recut, 0.0), nothing, first + converted],
-        first + converted + scattered,  # stage 3: the flat bucket, and the scattered result
-    )
-    return held, flat
-
-
-def _shards(t: _Terms, grads: float, stepping: bool = False) -> Floats:
-    """Return the bytes of gradients that FSDP has reduced when backward has made `grads`.
-
-    A unit is reduced when it is complete.
-    """
-    waiting = 0.0 if stepping else t.columns.reduce_bucket
-    done = np.maximum(0.0, grads / t.width - waiting)
-    return np.where(t.fsdp & ~t.out & ~t.accumulates, t.shard * done / t.ranks, 0.0)
 
 
 def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Floats, where: Any) -> Floats:
@@ -631,29 +628,6 @@ def saved_bytes(job: Job, trace: Trace, c: Columns) -> Floats:
     return np.where((c.stage == 3) & gathers, whole, 0.0)
 
 
-# -- twin flow ---------------------------------------------------------------------------------------------------------
-#
-# Twin-Flow: the share of an offloaded optimizer that stays on the device (`offload_optimizer.ratio`).
-#
-# Source: deepspeed 0.19.8, `runtime/zero/stage3.py`, `_create_fp32_partitions`: the first `int((1 - ratio) * n)` whole
-# sub-groups of a rank's n. With one sub-group the ratio changes nothing; `sub_group_size` of 1e9 gives most models only
-# one.
-
-
-def sub_groups(c: Columns, part: float, largest: float, ranks: float) -> Floats:
-    """Return the elements of a sub-group of a rank with `part` elements.
-
-    No parameter is cut; the largest has `largest` elements over all ranks.
-    """
-    return np.minimum(part, np.maximum(c.sub_group, largest / ranks))
-
-
-def device_share_of_optimizer(c: Columns, part: float, largest: float, ranks: float) -> Floats:
-    """Return the share of an offloaded optimizer that stays on the device, for each candidate."""
-    groups = np.ceil(part / sub_groups(c, part, largest, ranks))
-    return np.where(c.stage == 3, np.floor((1 - c.offload_ratio) * groups + 1e-9) / groups, 0.0)
-
-
 # -- pinned memory -----------------------------------------------------------------------------------------------------
 #
 # Main memory that pinning takes. torch's allocator of pinned memory rounds blocks up to powers of two and never returns
@@ -690,11 +664,9 @@ def _threshold_bytes() -> float:
 STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4, "muon": 4, "rmsprop": 4}
 STATE_BYTES |= {"onebitadam": 12, "zerooneadam": 12, "onebitlamb": 12, "fusedlamb": 8, "lamb": 8}
 _ADAM_BYTES = STATE_BYTES["adamw"]
-# Muon's step: Newton-Schulz holds a matrix three times in 16 bits, and its update (zero/muon/original_muon.py).
-_NEWTON_SCHULZ_BYTES = 8.0
-# Limits of the blocks that it gathers into (stage3.py, `_muon_allgather_max_cached_bytes`; stage_1_and_2.py,
-# `_muon_allgather_max_buffer_bytes`), and of the elements that stages 1 and 2 gather at once (`_muon_param_batches`)
-_KEPT_BY_MUON, _LARGEST_OF_MUON, _MUON_BATCH = 256 * MIB, 64 * MIB, 8 * MIB
+# Muon's step: Newton-Schulz holds a matrix three times in 16 bits, and its update (zero/muon/original_muon.py). Stages 1 and 2
+# gather at most so many elements at once (stage_1_and_2.py, `_muon_param_batches`).
+_NEWTON_SCHULZ_BYTES, _MUON_BATCH = 8.0, 8 * MIB
 # States whose width does not follow the weights'. 8-bit states have a 32-bit scale for 256 elements (bitsandbytes
 # 0.4x, functional.quantize_blockwise). Paged states use CUDA's managed memory, which moves to the host when the
 # device is full, and torch does not count it. Adafactor keeps a row and a column of a matrix (Shazeer & Stern 2018).

@@ -339,23 +339,23 @@ def prediction_json(one: Prediction | None, job: Job) -> dict[str, Any] | None:
 # Print a plan: the answer first, then what limits it, and which machines would do.
 
 _COLOURS = {
-    "parameters": "blue",
+    "weights": "blue",
     "gradients": "cyan",
-    "optimizer": "green",
+    "master weights": "green",
+    "optimizer states": "bright_green",
     "activations": "yellow",
     "logits and loss": "bright_yellow",
-    "buckets": "magenta",
+    "reduce bucket": "magenta",
     "gathered parameters": "bright_blue",
-    "temporaries": "bright_magenta",
+    "step copies": "bright_magenta",
     "allocator": "bright_black",
     "context and communication": "red",
-    "host": "white",
 }
 _SHORT = {  # in the legend
-    "parameters": "weights",
-    "optimizer": "states",
+    "master weights": "masters",
+    "optimizer states": "states",
+    "reduce bucket": "bucket",
     "gathered parameters": "gathered",
-    "temporaries": "temporary",
     "context and communication": "context",
 }
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}

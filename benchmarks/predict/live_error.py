@@ -32,5 +32,6 @@ def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
     )
     predicted = estimate_memory(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
     at = [i for i, name in enumerate(predicted.moments) if name != "init"]
-    peak = float(predicted.peaks()[at, 0].max() + predicted.host[0])
-    return peak / float(max(row["live"].values())) - 1
+    peak = float(predicted.peaks()[at, 0].max() + predicted.terms["host"][0])
+    counted: float = max(row["live"].values())
+    return peak / counted - 1

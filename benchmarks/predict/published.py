@@ -220,7 +220,7 @@ def figure(case: Case, prediction: Prediction) -> tuple[float, float, float]:
         return prediction.allocated_bytes, *prediction.allocated_interval
     peak, (low, high) = prediction.peak_bytes, prediction.peak_interval
     if case.quantity == "weights":  # and the largest of them while it is dequantized
-        held = prediction.memory["parameters"] + prediction.memory["gathered parameters"]
+        held = prediction.memory["weights"] + prediction.memory["gathered parameters"]
         return held, held * low / peak, held * high / peak
     beside = 0.0 if case.quantity == "nvml" else prediction.memory["context and communication"]
     return peak - beside, low - beside, high - beside

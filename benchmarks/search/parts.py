@@ -11,7 +11,6 @@ import numpy as np
 
 from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Predictor, Table
-from autotune.predict.zero_memory import SUMS, TABLES
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
@@ -35,12 +34,12 @@ class Biased(Predictor):
         prepared = super().prepare(candidates)
         memory = 1 + 0.3 * signs(candidates, self.memory_salt)
         seconds = 1.5 ** signs(candidates, self.time_salt)
-        estimate = {name: getattr(prepared.memory, name) * memory for name in (*SUMS, *TABLES)}
-        estimate["parameters"] += (memory - 1) * self._context_bytes
+        terms = {name: size * memory for name, size in prepared.memory.terms.items()}
+        terms["weights"] += (memory - 1) * self._context_bytes
         work = {name: value * seconds for name, value in vars(prepared.work).items() if name not in SHARES}
         return dataclasses.replace(
             prepared,
-            memory=dataclasses.replace(prepared.memory, **estimate),
+            memory=dataclasses.replace(prepared.memory, terms=terms),
             work=dataclasses.replace(prepared.work, **work),
             loss=prepared.loss * memory,
         )

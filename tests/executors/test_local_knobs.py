@@ -23,7 +23,7 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     """Of one CPU rank, whose host and device are one."""
     found = estimate_memory(job, trace_job(job), columns_of([candidate], job, installed_deepspeed()))
     at = [i for i, name in enumerate(found.moments) if name != "init"]
-    return float(found.peaks()[at, 0].max() + found.host[0])
+    return float(found.peaks()[at, 0].max() + found.terms["host"][0])
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_breakdowns_add_up() -> None:
         assert one.peak_interval[0] < one.peak_bytes < one.peak_interval[1]
         assert one.step_interval[0] < one.step_seconds < one.step_interval[1]
     assert predictor.predict(make_candidate(0)).binding == "device memory"  # 2.6e9 x 16 bytes on 24 GiB
-    assert predictor.predict(make_candidate(0)).memory["optimizer"] == pytest.approx(12 * 2614341888, rel=0.01)
+    assert predictor.predict(make_candidate(0)).memory["optimizer states"] == pytest.approx(8 * 2614341888, rel=0.01)
     assert predictor.predict(make_candidate(3, offload_optimizer="cpu")).time["offload"] > 0
 
 

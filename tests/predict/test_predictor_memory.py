@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.predict.predictor import Predictor, moments, peaks, slopes
+from autotune.predict.zero_memory import SEGMENTS
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -57,9 +58,11 @@ def test_what_fsdps_streams_have_taken_is_shown_beside_the_peak_and_can_be_given
     bill, mean = prepared.memory, predictor._memory.mean
     peak = bill.peaks()[:, 0].argmax()
     assert bill.moments[peak] == at
-    before = bill.sent[:, 0].max() - bill.sent[peak, 0]
+    before = bill.terms["streams"][:, 0].max() - bill.terms["streams"][peak, 0]
     assert before > 0
-    without = replace(prepared, memory=replace(bill, sent=np.zeros_like(bill.sent)))
+    without = replace(
+        prepared, memory=replace(bill, terms={**bill.terms, "streams": np.zeros_like(bill.terms["streams"])})
+    )
     found, bare = (peaks(one, predictor.hardware, mean) for one in (prepared, without))
     assert found.shown[0] - bare.shown[0] == pytest.approx(before)
     assert found.needed[0] - bare.needed[0] == pytest.approx(0.1 * before)
@@ -112,10 +115,11 @@ def test_flat_gradients_that_no_block_of_the_loss_can_hold_take_new_segments(sta
     predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
     prepared = predictor.prepare([make_candidate(stage, batch) for batch in (1, 4096)])
     bill, largest = prepared.memory, 0.4 * prepared.loss
-    sizes = np.array([bill.flat, bill.cast, bill.norm])
+    sizes = np.array([bill.terms[name] for name in SEGMENTS])
     assert (sizes > largest)[1, 0], "the logits of one sequence are smaller than the flat gradients"
     assert not (sizes > largest)[:, 1].any(), "those of many sequences leave blocks that hold them"
-    without = replace(prepared, memory=replace(bill, flat=np.zeros(2), cast=np.zeros(2), norm=np.zeros(2)))
+    none = bill.terms | {name: np.zeros(2) for name in SEGMENTS}
+    without = replace(prepared, memory=replace(bill, terms=none))
     found, bare = (moments(one, predictor.hardware, predictor._memory.mean) for one in (prepared, without))
     taken = np.where(sizes > largest, sizes, 0.0).sum(axis=0)
     passes = [name in ("forward", "backward") for name in bill.moments]
@@ -124,4 +128,4 @@ def test_flat_gradients_that_no_block_of_the_loss_can_hold_take_new_segments(sta
     growing = predictor.prepare([make_candidate(stage, 1, expandable_segments=True)])
     assert moments(growing, predictor.hardware, predictor._memory.mean)[:, 0] == pytest.approx(bare[:, 0])
     offloaded = predictor.prepare([make_candidate(2, 1, offload_optimizer="cpu")]).memory
-    assert (offloaded.flat[0], offloaded.cast[0], offloaded.norm[0]) == (0, 0, 0)
+    assert not any(offloaded.terms[name].any() for name in SEGMENTS)

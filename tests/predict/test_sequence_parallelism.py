@@ -52,7 +52,8 @@ def test_repeated_keys_and_values_are_kept_in_each_layer() -> None:
     assert (heads.exchanged(8), heads.exchanged(16)) == (2 * 64 * (32 + 8), 2 * 64 * (32 + 16))
     trace, one = trace_job(job()), make_candidate(3, 16)
     peaks = [
-        estimate_memory(of, trace, columns_of([one], of), "cuda").activations.max() for of in (job(8, 16), job(16, 16))
+        estimate_memory(of, trace, columns_of([one], of), "cuda").terms["activations"].max()
+        for of in (job(8, 16), job(16, 16))
     ]
     # as many tokens on each of 16 ranks, but for the keys: 8 heads more in 16 layers, and in the exchange
     rows = BYTES * SEQ_LEN

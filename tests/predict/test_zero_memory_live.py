@@ -70,7 +70,7 @@ def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
         one = estimate_memory(job, trace, columns_of([candidate], job, installed_deepspeed()))
         steps = [i for i, name in enumerate(one.moments) if name != "init"]
         live = max(outcome.measurement.live_tensor_bytes.values())
-        assert float(one.peaks()[steps, 0].max() + one.host[0]) == pytest.approx(live, rel=0.06), candidate
+        assert float(one.peaks()[steps, 0].max() + one.terms["host"][0]) == pytest.approx(live, rel=0.06), candidate
         forward = max(one.peaks()[at, 0] for at, name in enumerate(one.moments) if name == "forward")
         # batches wait on the host, which is the ranks' device here
         assert float(forward) == pytest.approx(outcome.measurement.live_tensor_bytes["forward"], rel=0.03), candidate

@@ -32,4 +32,4 @@ def test_real_engines_are_met(row: dict[str, object]) -> None:
     live = max(row["live"].values())  # type: ignore[attr-defined]
     # one sequence of the smallest model with tied weights peaks in forward, where the order of the last frees decides
     smallest = row["model"] == "tiny-gemma-2" and "max_reuse_distance" in str(row["candidate"])
-    assert float(one.peaks()[at, 0].max() + one.host[0]) == pytest.approx(live, rel=0.15 if smallest else 0.07)
+    assert float(one.peaks()[at, 0].max() + one.terms["host"][0]) == pytest.approx(live, rel=0.15 if smallest else 0.07)

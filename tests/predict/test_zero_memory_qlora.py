@@ -86,9 +86,12 @@ def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
     assert vocabulary * hidden not in sizes
     assert quantized_sizes(plain, trace) == []
     one, other = (estimate_memory(job, trace, columns) for job in (plain, quantized))
-    assert one.parameters[0] - other.parameters[0] == pytest.approx(sum(sizes) * (2 - NF4_BYTES))
-    assert (one.optimizer[0], one.gradients[0]) == (other.optimizer[0], other.gradients[0])
-    assert math.isclose(float((other.gathered - one.gathered).max()), 2 * max(sizes))
+    assert one.terms["weights"][0] - other.terms["weights"][0] == pytest.approx(sum(sizes) * (2 - NF4_BYTES))
+    of_trained, alike = (each.resident() - each.terms["weights"] for each in (one, other))
+    assert of_trained == alike
+    assert math.isclose(
+        float((other.terms["gathered parameters"] - one.terms["gathered parameters"]).max()), 2 * max(sizes)
+    )
     a100 = named_hardware("a100-80gb", 2)
     one_work, other_work = (step_work(job, a100, trace, columns) for job in (plain, quantized))
     assert one_work.moved[0] < other_work.moved[0] < 2 * one_work.moved[0]
