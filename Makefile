@@ -65,7 +65,7 @@ test-oldest: $(OLD)/.ops
 
 # Of these what differs most between versions: what CI has time for.
 OLD_FIRST := tests/test_versions.py tests/predict/test_features_versions.py tests/rank/test_versions.py tests/rank/test_checkpoints.py \
-	tests/rank/test_checkpoints_universal.py tests/test_scripts.py
+	tests/test_scripts.py
 test-oldest-first: $(OLD)/.ops
 	$(IN_OLD) -m pytest -n 2 --randomly-dont-reset-seed $(OLD_FIRST) \
 		-k "not test_scripts or tuned_as_it_is or rung_loads or longest_batches"

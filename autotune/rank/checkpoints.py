@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from autotune.problem.candidate import ZERO_DEFAULTS
 from autotune.problem.hardware import usable_cpus
 from autotune.problem.host_memory import host_available_bytes
-from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
+from autotune.rank.versions import deepspeed_release, takes_states_in_dicts
 from autotune.util.interpreter import module_command
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -31,6 +31,7 @@ from autotune.util.interpreter import module_command
 # A suffix of autotune's own. `TAG_universal` next to the checkpoint belongs to the user, as does the `latest_universal`
 # that DeepSpeed's converter writes next to its output.
 _SUFFIX = "_universal_autotune"
+_EVERY_SUB_GROUP = (0, 18)  # release of DeepSpeed since which conversion covers all sub-groups of stage 3
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _LOOK_SECONDS = 1.0  # poll interval of ranks that wait for the first rank
 _DONE = itertools.count()  # numbers the tasks of the first rank; all ranks count alike
@@ -61,14 +62,14 @@ def convertible(before: dict[str, Any], after: dict[str, Any], deepspeed: tuple[
     """Return True if checkpoints of config `before` can be converted to load under `after`.
 
     Conversion works from stage 1, 2 or 3 to stage 3. DeepSpeed's converter cannot read checkpoints of stage 0. Before
-    0.18.0 it reads only the first sub-group of stage 3. Conversion from stage 3 to a lower stage is never needed,
+    0.18.0 only the first sub-group of stage 3 is read and written. Conversion from stage 3 to a lower stage is never needed,
     because a lower stage takes more memory.
 
     Args:
         deepspeed: DeepSpeed release of the ranks.
     """
     source, target = layout(before), layout(after)
-    read = source[0] == "flat" or (source[0] == 3 and knows_every_sub_group(deepspeed))
+    read = source[0] in ("flat", 3) and deepspeed >= _EVERY_SUB_GROUP
     return read and target[0] == 3 and not any((*source[2:], *target[2:]))
 
 
@@ -150,10 +151,8 @@ def _load_converted(
     _by_the_first(lambda: convert(folder, universal, torch.distributed.get_world_size()))
     settings = engine._config
     settings.load_universal_checkpoint = True
-    whole = nullcontext() if knows_every_sub_group(deepspeed_release()) else every_sub_group(engine)
     try:
-        with whole:
-            found = load(engine, str(place), universal.name, *args, **kwargs)
+        found = load(engine, str(place), universal.name, *args, **kwargs)
     finally:
         settings.load_universal_checkpoint = False
     _keep_groups(_inner(engine).param_groups, own)
@@ -312,79 +311,6 @@ def _load_buffers(module: Any, folder: Path) -> None:
     for name, buffer in module.named_buffers():
         if name in saved:
             buffer.copy_(saved[name])
-
-
-# -- universal checkpoints ---------------------------------------------------------------------------------------------
-#
-# Load a universal checkpoint into stage 3 with DeepSpeed before 0.18.0, which fills only one sub-group.
-
-_MASTERS = "fp32"
-_STATES = (_MASTERS, "exp_avg", "exp_avg_sq")
-
-
-@contextmanager
-def every_sub_group(engine: Any) -> Iterator[None]:
-    """Make an engine of stage 3 without NVMe offload fill every sub-group from a universal checkpoint while open."""
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    optimizer = engine.optimizer
-
-    def load(folder: str, *args: Any, **kwargs: Any) -> None:
-        _load(optimizer, names, Path(folder) / "zero")
-
-    optimizer._load_universal_checkpoint = load
-    try:
-        yield
-    finally:
-        del optimizer._load_universal_checkpoint
-
-
-def _load(optimizer: Any, names: dict[Any, str], folder: Path) -> None:
-    """Load like DeepSpeed 0.18.0.
-
-    Source: `DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3`.
-    """
-    import torch
-
-    saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
-    optimizer._load_global_state_stage3(saved)
-    inner, settings = optimizer.optimizer, saved["optimizer_state_dict"]
-    for masters, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
-        state = inner.state[masters]
-        state["step"] = settings["state"][0]["step"]
-        for key in _STATES:
-            parts = [
-                _own_part(folder / names[parameter] / f"{key}.pt", optimizer.dp_process_group) for parameter in group
-            ]
-            filled = torch.zeros_like(masters)
-            filled[: sum(part.numel() for part in parts)] = torch.cat(parts)
-            if key == _MASTERS:
-                masters.data.copy_(filled)
-            else:
-                state[key] = filled
-    for group in inner.param_groups:
-        group.update({**settings["param_groups"][0], "params": []})
-    _fill_weights(optimizer)
-
-
-def _own_part(path: Path, group: Any) -> Any:
-    """Return this rank's part of a parameter's state. Stage 3 pads the last part with zeros."""
-    import torch
-
-    whole = torch.load(path, map_location="cpu", weights_only=False).view(-1)
-    ranks = torch.distributed.get_world_size(group)
-    size = -(-whole.numel() // ranks)
-    padded = torch.nn.functional.pad(whole, (0, size * ranks - whole.numel()))
-    return padded[torch.distributed.get_rank(group) * size :][:size]
-
-
-def _fill_weights(optimizer: Any) -> None:
-    """Copy the masters into the weights in the model's precision."""
-    for at, masters in enumerate(optimizer.fp32_partitioned_groups_flat):
-        weights = optimizer.fp16_partitioned_groups_flat[at]
-        weights.data.copy_(masters.data)
-        parts = optimizer.fp16_partitioned_groups[at]
-        for part, now in zip(parts, optimizer.unflatten(weights, parts), strict=True):
-            part.data = now.data
 
 
 # -- checkpoint shards -------------------------------------------------------------------------------------------------

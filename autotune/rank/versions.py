@@ -146,8 +146,3 @@ def takes_states_in_dicts() -> bool:
     stage 3 writes.
     """
     return deepspeed_release() >= (0, 19, 5)
-
-
-def knows_every_sub_group(deepspeed: tuple[int, ...]) -> bool:
-    """Return True if DeepSpeed converts and loads all sub-groups of stage 3; before 0.18.0 only the first."""
-    return deepspeed >= (0, 18)
