@@ -22,7 +22,6 @@ from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.rank.ds_config import DISPENSABLE
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
@@ -432,7 +431,7 @@ def _run_with_ops(
     return outcome, {**session.facts, **found}
 
 
-_NOT_BUILT = re.compile("building extension|JIT load")  # torch's and DeepSpeed's
+_NOT_BUILT = re.compile("building extension|JIT load|cannot link ops")  # torch's, DeepSpeed's and that of jit_ops
 
 
 def _refuse_unless_run(
@@ -455,7 +454,7 @@ def _refuse_unless_run(
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before the script was measured")
-    failed = sorted(executor.ops.failed.keys() - DISPENSABLE)
+    failed = sorted(executor.ops.failed)
     if failed and _NOT_BUILT.search(outcome.reason):
         ops = ", ".join(f"DeepSpeed's {op_name(op)} ({executor.ops.failed[op]})" for op in failed)
         raise MachineError(

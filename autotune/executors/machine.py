@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from autotune.errors import NotProtected, UserError
+from autotune.errors import MachineError, NotProtected, UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
 from autotune.problem.nvml import ARCHITECTURES, unreadable_architectures, visible_gpus
-from autotune.rank.ds_config import DISPENSABLE, needed_ops
+from autotune.rank.ds_config import GROUP_OP, needed_ops
 from autotune.rank.sandbox import Protection, Sandbox, remove
 from autotune.script.argument_files import output_folder
 from autotune.script.argument_writer import output_folders, write_trial_files
@@ -186,6 +186,7 @@ class Ops:
 
         Raises:
             UserError: that process or the server died, or a build hangs.
+            MachineError: the op cannot be built that every rank loads.
             Stopped: the user cancelled.
         """
         new = [name for name in dict.fromkeys(names) if name not in self._names]
@@ -220,6 +221,10 @@ class Ops:
             self._show("")
         self.folder = "" if FOLDER in os.environ else answer["folder"]
         failed = {builder: why for builder, why in answer["failed"].items() if why != NOT_BUILT}
+        if GROUP_OP in failed:
+            raise MachineError(
+                f"no rank can start: DeepSpeed's {op_name(GROUP_OP)} cannot be built ({failed[GROUP_OP]})"
+            )
         for builder, why in failed.items():
             if builder not in self.failed:
                 self._print_line(f"DeepSpeed's {op_name(builder)} cannot be built ({why})")
@@ -266,7 +271,7 @@ class Ops:
         Raises:
             UserError: no candidate is left.
         """
-        failed = self.failed.keys() - DISPENSABLE
+        failed = self.failed.keys()
         if not failed or not candidates:
             return list(candidates), []
         missing = {one: failed & set(needed_ops([one], job, device)) for one in candidates}

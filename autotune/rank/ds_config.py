@@ -25,8 +25,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 MOST_SCALE_POWER = 8  # cap of a dynamic loss scale's initial power in trials; exported configs keep their own
 QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
 
-# Builders of ops that DeepSpeed can do without, or whose absence the machine check finds before any candidate runs.
-DISPENSABLE = frozenset({"ShareMemCommBuilder"})
+GROUP_OP = "ShareMemCommBuilder"  # loaded with the process group of CPU ranks under any config
 
 
 def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
 
     The selection follows that of the optimizer in `DeepSpeedEngine`. The ops are built before the budget starts.
     """
-    ops = ["ShareMemCommBuilder"] if device == "cpu" else []  # loaded with the process group under any config
+    ops = [GROUP_OP] if device == "cpu" else []
     offloads = {candidate.offload_optimizer for candidate in candidates}
     cpu, fused = _optimizer_ops(job)
     if cpu and offloads - {"none"}:

@@ -26,7 +26,7 @@ from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TrainingTrace
-from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
+from autotune.rank.ds_config import all_ops, needed_ops
 from autotune.recovery.ladder import Rung, RungMemory
 from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import length_lines, rows_factor, structure_differs
@@ -300,7 +300,7 @@ class Supervisor:
         failed = self.target.ops.failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
             # its ranks would fail with an error that does not concern memory
-            if builder in failed.keys() - DISPENSABLE:
+            if builder in failed:
                 why = f"DeepSpeed's {op_name(builder)} cannot be built ({failed[builder]})"
                 return heard.end(1, OutcomeKind.INVALID, why)
         return None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autotune.errors import UserError
+from autotune.errors import MachineError, UserError
 from autotune.executors.machine import Ops
 from autotune.results.export import environment_of
 from autotune.search.study import StudyStore
@@ -74,13 +74,18 @@ def test_a_server_is_asked_once_and_its_successor_for_all() -> None:
 
 def test_candidates_whose_op_cannot_be_built_are_left_out_with_the_reason() -> None:
     ops, job = Ops(lambda text: None), make_job()
-    ops.load(Server([], {"CPUAdamBuilder": "no c++", "ShareMemCommBuilder": "no c++"}), ["CPUAdamBuilder"], {}, Path())
+    ops.load(Server([], {"CPUAdamBuilder": "no c++"}), ["CPUAdamBuilder"], {}, Path())
     offloaded, plain = make_candidate(2, offload_optimizer="cpu"), make_candidate(2)
     left, [line] = ops.buildable([offloaded, plain], job, "cpu")
     assert left == [plain]
     assert line == "DeepSpeed's CPUAdam cannot be built (no c++): 1 of 2 candidates need it: left out"
     with pytest.raises(UserError, match=r"CPUAdam cannot be built .* 1 of 1 candidates"):
         ops.buildable([offloaded], job, "cpu")
+
+
+def test_an_op_that_every_rank_loads_ends_the_call_if_it_cannot_be_built() -> None:
+    with pytest.raises(MachineError, match=r"no rank can start: DeepSpeed's ShareMemComm cannot be built \(no c\+\+\)"):
+        Ops(lambda text: None).load(Server([], {"ShareMemCommBuilder": "no c++"}), ["ShareMemCommBuilder"], {}, Path())
 
 
 def test_the_printed_command_finds_the_ops_that_its_config_needs(tmp_path: Path) -> None:
