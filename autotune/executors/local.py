@@ -774,9 +774,9 @@ def _complaint(stop: WatchEnd, group: WorkerGroup, folder: Path, importing: bool
     said = _NCCL_SAID.findall(logs)
     text = f"{reason}; NCCL: {said[-1].strip()[:200]}" if said else reason
     remedies = (*_REMEDIES, (_HANG, _REMEDY_OF_IMPORTS if importing else _REMEDY_OF_A_HANG))
+    found = f"{text}\n{logs}"
     remedy = next(
-        (what for pattern, what in remedies if re.search(pattern, f"{text}\n{logs}")),
-        "`autotune doctor` looks at the machine",
+        (what for pattern, what in remedies if re.search(pattern, found)), "`autotune doctor` looks at the machine"
     )
     return (
         f"the ranks do not work together on this machine, before any config is tried: {text}; {remedy} (logs: {folder})"

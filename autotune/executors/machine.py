@@ -196,7 +196,7 @@ class Ops:
             self._print_line(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
         server = launcher if isinstance(launcher, ForkLauncher) and not launcher.cold else None
         fork_safe, missing = True, new
-        if server is not None:
+        if server:
             asked = new if server is self._server else [*self._names, *new]  # another server loaded the earlier ops
             fork_safe, missing = self._load(server, asked) if asked else (True, [])
         if missing:
@@ -207,7 +207,7 @@ class Ops:
                 builder.open()
                 self._load(builder, missing)
         built = [name for name in missing if name not in self.failed]
-        if server is not None and built:
+        if server and built:
             fork_safe, _ = self._load(server, built)
         self._names, self._server = [*self._names, *new], server
         return fork_safe
@@ -271,10 +271,9 @@ class Ops:
         Raises:
             UserError: no candidate is left.
         """
-        failed = self.failed.keys()
-        if not failed or not candidates:
+        if not self.failed or not candidates:
             return list(candidates), []
-        missing = {one: failed & set(needed_ops([one], job, device)) for one in candidates}
+        missing = {one: set(needed_ops([one], job, device)).intersection(self.failed) for one in candidates}
         left = [one for one in candidates if not missing[one]]
         lines = []
         for builder in sorted(set().union(*missing.values())):
