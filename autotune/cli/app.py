@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune._version import __version__
-from autotune.cli.machine_commands import agent, doctor, models
+from autotune.cli.machine_commands import agent, doctor, explain, models
 from autotune.cli.options import (
     Command,
     Group,
@@ -146,6 +146,11 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
+    explain: (
+        "explain train.log",
+        "explain train.log --model gemma-2-2b --gpus 4",
+        "tail -1000 slurm-7.out | autotune explain",
+    ),
     models: ("models", "models --json", "plan --model gemma-2-2b --gpu h100"),
     doctor: ("doctor", "doctor --python ~/venv/bin/python", "doctor --nvme-path /scratch"),
 }

@@ -1,4 +1,4 @@
-"""`autotune models`, `autotune doctor` and `autotune agent`: commands that need no study."""
+"""Commands that need no study: explain, models, doctor and agent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Python, begin, emit, option, print_line
+from autotune.cli.options import Json, Python, begin, emit, load_numpy, option, print_line
 from autotune.errors import ExitCode
 
 
@@ -22,6 +22,30 @@ def models(as_json: Json = False) -> None:
         return
     for name, spec in found.items():
         print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
+
+
+def explain(
+    log: Annotated[
+        Path | None, typer.Argument(help="Log of a training that failed; standard input if missing.", metavar="LOG")
+    ] = None,
+    model: Annotated[
+        str | None, option("Model, if the log does not name it: a shipped name or a folder.", metavar="NAME")
+    ] = None,
+    gpus: Annotated[int | None, option("Number of GPUs, if the log does not tell.", metavar="N")] = None,
+    ds_config: Annotated[
+        Path | None, option("DeepSpeed config of the training, if the log does not show it.", metavar="FILE")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say why a training failed: what ran out, which tensor asked for it, and the change that helps. Nothing is run."""
+    load_numpy()
+    from autotune.explain.command import explain_log
+
+    found = explain_log(log, model, gpus, ds_config)
+    if as_json:
+        emit(vars(found))
+    else:
+        print(*found.lines(), sep="\n")
 
 
 def doctor(

@@ -21,6 +21,7 @@ from autotune.commands.environment import (
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.errors import NothingFits, UserError, readable
+from autotune.explain.explanation import explain_end
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.hardware import Hardware, detect
@@ -110,6 +111,9 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str],
         cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
     with lock_gpus(found, who, print_line) if cluster is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(cluster)
+    last = summary.attempts[-1]
+    for line in explain_end(last.ended, training.job, training.ladder[last.rung].candidate):
+        print_line(line)
     return summary
 
 

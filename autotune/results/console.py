@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from autotune.explain.explanation import explain_outcome
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.predict.features import columns_of
 from autotune.predict.zero_memory import reduce_bucket_bytes
@@ -67,7 +68,6 @@ from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_b
 from autotune.util.interpreter import launch_command
 from autotune.util.streams import LOG, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
-from autotune.workers.failure_classifier import MemorySnapshot
 from autotune.workers.launchers import assignments, variables_of
 
 # -- console -----------------------------------------------------------------------------------------------------------
@@ -436,7 +436,6 @@ def code_legend(*candidates: Candidate) -> str:
 
 
 LARGE_BUCKETS = 0.25  # share of a peak; larger reduce buckets are named
-_ROUNDED = 0.01  # an error's text has three digits of the bytes that were asked for
 
 
 def own_line(facts: StudyFacts, job: Job) -> str:
@@ -449,7 +448,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     measured = winner.outcome.measurement if winner and winner.outcome else None
     if own.outcome.measurement is None:
         won = f"; winner: {throughput_text(measured)}" if measured else ""
-        ended = _refused_bucket(own.candidate, own.outcome, job) or outcome_line(own.outcome)
+        ended = _oom_text(own.candidate, own.outcome, job)
         return f"{yours}: {ended}{won}"
     if winner is not None and winner.candidate == own.candidate:
         return f"{yours} is the winner: {AS_IS} has this config already"
@@ -474,21 +473,12 @@ def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
     return f", peak {format_bytes(peak_bytes)}, of which {format_bytes(size)} for buckets of {elements}"
 
 
-def _refused_bucket(candidate: Candidate, outcome: Outcome, job: Job) -> str:
-    """Name the reduce bucket if it is the allocation that failed, and a size that fits; empty otherwise."""
-    asked, held, capacity = MemorySnapshot.of(outcome.reason).asked, outcome.peak_bytes, outcome.capacity_bytes
-    elements = float(columns_of([candidate], job).reduce_bucket[0])
-    size = elements * job.element_bytes
-    is_bucket = candidate.stage > 0 and asked is not None and math.isclose(asked, size, rel_tol=_ROUNDED)
-    if not is_bucket or held is None or capacity is None:
-        return ""
-    smaller = elements / 10
-    while smaller > 1 and held + smaller * job.element_bytes > capacity:
-        smaller /= 10
-    fits = f"{smaller:.0e}".replace("e+0", "e")
-    told = outcome_line(dataclasses.replace(outcome, missing_bytes=None))
-    refused = f"the bucket of {format_bytes(size)} did not fit beside {format_bytes(held)}"
-    return f"{told}: {refused}: set reduce_bucket_size to {fits}"
+def _oom_text(candidate: Candidate, outcome: Outcome, job: Job) -> str:
+    """Format an outcome, and the tensor for which memory ran out if it is known."""
+    explained = explain_outcome(candidate, outcome, job)
+    if not explained:
+        return outcome_line(outcome)
+    return f"{outcome_line(dataclasses.replace(outcome, missing_bytes=None))}: {explained}"
 
 
 def _bucket_bytes(candidate: Candidate, job: Job) -> int:

@@ -146,7 +146,7 @@ def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Outcome
         kind, why = OutcomeKind.GPU_CONTENTION, f"{why}; {taken}"
     if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
-    reason = f"{name.split('.')[-1]}: {_first_line(text) or name}{f' ({UNEQUAL_COLLECTIVES})' * (_MISMATCH in text)}"
+    reason = f"{name.split('.')[-1]}: {_line(text, 0) or name}{f' ({UNEQUAL_COLLECTIVES})' * (_MISMATCH in text)}"
     if kind is OutcomeKind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
@@ -194,7 +194,8 @@ def _gpu_contention(snapshot: MemorySnapshot, peaks: MemoryPeaks) -> str:
     capped = snapshot.under_cap is not None and snapshot.under_cap < (snapshot.free or 0)
     if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (snapshot.missing or 0):
         return f"NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
-    if others := snapshot.held_by_others:
+    others = snapshot.elsewhere
+    if others > (snapshot.total or 0) / 2:  # a desktop or a small process of another user is the machine's usual state
         return f"other processes hold {format_bytes(others)} of the device"
     return ""
 
@@ -227,7 +228,7 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Outco
     if _MISMATCH in log:
         return verdict(OutcomeKind.CRASH, f"died by {name}: {UNEQUAL_COLLECTIVES}", f"{name}, log text {_MISMATCH!r}")
     if (last_words := _ABORT.search(log)) and (found := classify_text(last_words[1], _context(evidence))):
-        return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
+        return verdict(found[0], f"died by {name}: {_line(last_words[1], 0)}", f"{name}, log text {found[1]!r}")
     return verdict(OutcomeKind.CRASH, f"died by {name}", name)
 
 
@@ -236,7 +237,7 @@ def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> Outco
     found = classify_text(tail, _context(evidence))
     kind = found[0] if found else OutcomeKind.CRASH
     why = f"exit {status}, log text {found[1]!r}" if found else f"exit {status}"
-    reason = _last_line(tail) or f"exit status {status}"
+    reason = _line(tail, -1) or f"exit status {status}"
     return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=Source.EXIT, rank=rank)
 
 
@@ -248,12 +249,10 @@ def _phase(name: Any) -> Phase:
     return Phase(name) if name in set(Phase) else Phase.INIT
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip()[:300] for line in text.splitlines() if line.strip()), "")
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
+def _line(text: str, at: int) -> str:
+    """Return the line of that number among those with content, or an empty text."""
+    lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
+    return lines[at] if lines else ""
 
 
 def log_tail(path: Path, limit_bytes: int = 16384) -> str:
@@ -310,6 +309,7 @@ class MemorySnapshot:
     asked: int | None = None  # size of the failed allocation
     free: int | None = None  # free on the device for all processes
     total: int | None = None  # capacity of the device
+    unused: int | None = None  # reserved by the allocator, and in no tensor
     reserved: int | None = None  # by this process's allocator, cache included; CPU rank: counted by its cap
     reserved_peak: int | None = None
     own: int | None = None  # held by this process, including memory outside the allocator
@@ -321,13 +321,15 @@ class MemorySnapshot:
     def of(cls, text: str, numbers: dict[str, Any] | None = None) -> MemorySnapshot:
         """Build from an error's text, which is closer to the failure and wins, and from `rank.base.collect`."""
         counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
-        reserved = _find(_RESERVED, text)
-        if reserved is None and (allocated := _find(_ALLOCATED, text)) is not None:
-            reserved = allocated + (_find(_UNALLOCATED, text) or 0)
+        reserved, allocated, unused = _find(_RESERVED, text), _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
+        if allocated is not None:
+            reserved = reserved or allocated + (unused or 0)
+            unused = reserved - allocated
         said = {
             "asked": next((size for pattern in _ASKED if (size := _find(pattern, text)) is not None), None),
             "free": _find(_FREE, text),
             "total": _find(_TOTAL, text),
+            "unused": unused,
             "reserved": reserved,
             "own": _find(_OWN, text),
             "allowed": _find(_ALLOWED, text),
@@ -364,21 +366,19 @@ class MemorySnapshot:
         return self.free is not None and bool(self.total) and self.free > _ROOMY * (self.total or 0)
 
     @property
-    def held_by_others(self) -> int | None:
-        """Bytes of the device that other processes hold, if more than half of it and no cap was the limit.
+    def elsewhere(self) -> int:
+        """Bytes of the device that neither are free nor belong to this process; 0 if unknown, or if a cap was the limit.
 
-        The value is None otherwise, because a desktop or a small process of another user is the usual state of a
-        machine. NVML cannot name the owner of a process reliably: in a container this process has another pid. The
-        figure is therefore the used memory minus this process's own. If torch cannot read its own memory, it prints 0
-        bytes (vLLM's workers) or 2^64 (WSL). In that case the allocator's total is used.
+        NVML cannot name the owner of a process reliably: in a container this process has another pid. The figure is therefore the
+        used memory minus this process's own. If torch cannot read its own memory, it prints 0 bytes (vLLM's workers) or 2^64
+        (WSL). In that case the allocator's total is used.
         """
         if not self.total or self.free is None or self.reserved is None:
-            return None
+            return 0
         if self.under_cap is not None and self.under_cap < self.free:
-            return None
+            return 0
         own = self.own if self.own is not None and self.own <= self.total else 0
-        others = self.total - self.free - max(own, self.reserved)
-        return others if others > self.total / 2 else None
+        return self.total - self.free - max(own, self.reserved)
 
     def __str__(self) -> str:
         """Return a text like `0.2 of 23.7 GiB of the device free, ...`; empty without figures."""

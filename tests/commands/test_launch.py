@@ -135,7 +135,7 @@ def test_the_best_of_a_plan(
     [
         (("launch", "--model", "tiny-llama", "--", "train.py"), "needs --global-batch-size"),
         (("launch", "none", "--", "train.py"), "no study 'none'"),
-        (("launch", "s", "--max-restarts", "-1", "--", "train.py"), "expected 0 or more"),
+        (("launch", "s", "--max-restarts", "-1", "--", "train.py"), "expected at least 0"),
         (("launch", "s"), "needs the script to train"),
         (("launch", "s", "--", "missing.py"), "no script missing.py"),
     ],

@@ -190,11 +190,11 @@ def test_a_reduce_bucket_that_was_refused_is_named_with_a_size_that_fits() -> No
     )
     first = verdict(won, [own, won])[0]
     assert first.startswith(
-        "yours (ZeRO-1, micro-batch 4 x 1): OOM in backward on rank 0: the bucket of 1.86 GiB did not fit beside 1.78 GiB: "
-        "set reduce_bucket_size to 5e6; winner: "
-    ), "0.19 GiB of 5e7 elements are more than what is free"
+        "yours (ZeRO-1, micro-batch 4 x 1): OOM in backward on rank 0: the bucket in which gradients are reduced (1.86 GiB = "
+        "reduce_bucket_size 500,000,000 x 4 bytes) did not fit beside 1.78 GiB: set reduce_bucket_size to 1e7; winner: "
+    ), "0.37 GiB of 1e8 elements are more than what is free"
     roomy = replace(own, outcome=replace(out, peak_bytes=484 * MIB))
-    assert "beside 484.0 MiB: set reduce_bucket_size to 5e7; winner: " in verdict(won, [roomy, won])[0]
+    assert "beside 484.0 MiB: set reduce_bucket_size to 1e8; winner: " in verdict(won, [roomy, won])[0]
     another = replace(own, outcome=replace(out, reason=text.replace("2000000000", "10000000")))
     assert "bucket" not in verdict(won, [another, won])[0]
 

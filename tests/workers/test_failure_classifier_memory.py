@@ -29,18 +29,31 @@ def size(gib: float) -> int:
 
 def test_the_allocators_formats() -> None:
     assert MemorySnapshot.of(TODAY) == MemorySnapshot(
-        asked=12 * GIB, free=size(3.05), total=size(23.69), own=size(16.27), reserved=size(14.46) + int(265.91 * MIB)
+        asked=12 * GIB,
+        free=size(3.05),
+        total=size(23.69),
+        own=size(16.27),
+        unused=int(265.91 * MIB),
+        reserved=size(14.46) + int(265.91 * MIB),
     )
     assert MemorySnapshot.of(TODAY.replace("capacity", "capacty")) == MemorySnapshot.of(TODAY), "as 2.1 writes it"
     assert MemorySnapshot.of(UNTIL_2_0) == MemorySnapshot(
-        asked=size(2.87), free=int(19.75 * MIB), total=size(14.76), reserved=size(13.71)
+        asked=size(2.87),
+        free=int(19.75 * MIB),
+        total=size(14.76),
+        unused=size(13.71) - size(8.77),
+        reserved=size(13.71),
     )
     assert MemorySnapshot.of(UNTIL_1_3) == MemorySnapshot(
-        asked=14 * MIB, free=int(53.75 * MIB), total=size(15.78), reserved=size(2.68) + int(77.13 * MIB)
+        asked=14 * MIB,
+        free=int(53.75 * MIB),
+        total=size(15.78),
+        unused=int(77.13 * MIB),
+        reserved=size(2.68) + int(77.13 * MIB),
     )
     mps = "MPS backend out of memory (MPS allocated: 8.00 GiB, other allocations: 1.00 GiB, max allowed: 9.07 GiB)."
     assert MemorySnapshot.of(f"{mps} Tried to allocate 256.00 MiB on private pool.") == MemorySnapshot(
-        asked=256 * MIB, reserved=9 * GIB, allowed=size(9.07)
+        asked=256 * MIB, unused=GIB, reserved=9 * GIB, allowed=size(9.07)
     )
     asynchronous = (  # c10/cuda/CUDAMallocAsyncAllocator.cpp
         "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 13.96 GiB\n"
@@ -135,23 +148,20 @@ def test_how_full_a_device_is() -> None:
 
 
 def test_what_others_hold() -> None:
-    assert MemorySnapshot.of(UNTIL_1_3).held_by_others == size(15.78) - int(53.75 * MIB) - size(2.68) - int(77.13 * MIB)
-    assert MemorySnapshot.of(TODAY).held_by_others is None, "a neighbour's 4 GiB of 24 is the machine's usual state"
-    assert MemorySnapshot.of(TODAY.replace("16.27 GiB memory", "17179869183.99 GiB memory")).held_by_others is None, (
-        "WSL"
-    )
-    assert MemorySnapshot.of(TODAY.replace("16.27 GiB memory", "0 bytes memory")).held_by_others is None, "a container"
-    others = MemorySnapshot(free=MIB, total=80 * GIB, reserved=2 * GIB)
-    assert others.held_by_others == 78 * GIB - MIB
-    assert MemorySnapshot(free=30 * GIB, total=80 * GIB, reserved=2 * GIB, allowed=3 * GIB).held_by_others is None, (
-        "our own cap"
-    )
+    assert MemorySnapshot.of(UNTIL_1_3).elsewhere == size(15.78) - int(53.75 * MIB) - size(2.68) - int(77.13 * MIB)
+    neighbours = size(23.69) - size(3.05) - size(16.27)
+    assert MemorySnapshot.of(TODAY).elsewhere == neighbours
+    unread = size(23.69) - size(3.05) - size(14.46) - int(265.91 * MIB)
+    for own in ("17179869183.99 GiB memory", "0 bytes memory"):  # WSL, a container
+        assert MemorySnapshot.of(TODAY.replace("16.27 GiB memory", own)).elsewhere == unread
+    assert MemorySnapshot(free=MIB, total=80 * GIB, reserved=2 * GIB).elsewhere == 78 * GIB - MIB
+    assert not MemorySnapshot(free=30 * GIB, total=80 * GIB, reserved=2 * GIB, allowed=3 * GIB).elsewhere, "our own cap"
     for unknown in (
         MemorySnapshot(),
         MemorySnapshot(free=1, total=80 * GIB),
         MemorySnapshot(total=80 * GIB, reserved=1),
     ):
-        assert unknown.held_by_others is None
+        assert not unknown.elsewhere
 
 
 SIZES = st.sampled_from(

@@ -1,0 +1,153 @@
+"""Explanations of failed trainings, by public threads in `tests/data/ooms`: what their numbers prove, and what helped there.
+
+`python -m tests.results.test_explanation` prints each with its thread's facts.
+"""
+
+import functools
+import json
+import re
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.explain.command import explain_log
+from autotune.explain.explanation import Explanation
+from tests.cli_call import call
+
+CASES = Path(__file__).parents[1] / "data" / "ooms"
+ROWS: list[dict[str, Any]] = json.loads((CASES / "cases.json").read_text())
+# the kind of a tensor, by words of the thread's facts and of an explanation
+KINDS = {
+    "attention": (r"attention scores|softmax of one layer|attention mask", "scores of one layer"),
+    "logits": (r"logits|log-softmax", "logits"),
+    "ddp": r"DistributedDataParallel|gradient buckets",
+    "copy": (r"flat bf16 copy", "flat copy of all weights"),
+    "share": (
+        r"fp32 partition|temporary|state or temp|gradient partition|first moment",
+        "32-bit tensor|temporary|moment|master",
+    ),
+    "weight": r"weight|embedding|output layer|query, key and value|parameter that stage 3",
+}
+
+
+@functools.cache
+def explained(file: str) -> Explanation:
+    """What `explain` says with the facts that threads have: model, ranks and config."""
+    row = next(one for one in ROWS if one["file"].startswith(file))
+    names = (row["model"], f"of-{row['parameters_count'] / 1e9:.3f}b" if row["parameters_count"] else None)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
+        config.write(json.dumps(row["ds_config"] or {}))
+        config.flush()
+        for model in names:
+            with suppress(UserError):
+                return explain_log(CASES / row["file"], model, row["ranks"], Path(config.name))
+    raise AssertionError(row["file"])
+
+
+def kinds_of(text: str, at: int) -> set[str]:
+    patterns = {name: one if isinstance(one, str) else one[at] for name, one in KINDS.items()}
+    return {name for name, pattern in patterns.items() if re.search(pattern, text)}
+
+
+def test_most_tensors_have_their_exact_size_and_kind() -> None:
+    counted = Counter[str]()
+    for row in ROWS:
+        if row["bytes_expected"] is None or "cuda oom" not in row["kind"]:
+            continue
+        found = explained(row["file"])
+        exact = " = " in found.tensor
+        right = bool(kinds_of(found.tensor.partition(": ")[2], 1) & kinds_of(row["tensor"], 0))
+        counted.update(all=1, exact=exact, right=exact and right)
+    assert counted["all"] >= 35
+    assert counted["exact"] >= 0.85 * counted["all"], counted
+    assert counted["right"] >= 0.8 * counted["all"], counted
+
+
+def test_nothing_is_advised_that_was_tried_in_vain() -> None:
+    for row in ROWS:
+        if row["cannot_help"]:
+            change = explained(row["file"]).change
+            tried = " ".join(row["cannot_help"])
+            if re.search("batch|length|sequence|block_size", tried):
+                assert not re.match("micro-batch|half the micro-batch|gradient checkpointing", change), row["file"]
+            if "optimizer offload" in tried:
+                assert not change.startswith("offload_optimizer"), row["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        ("01", "ZeRO stage 3: a GPU then needs about"),
+        ("02", "ZeRO stage 3 under zero.Init"),
+        ("08", "other processes hold 16.99 GiB"),
+        ("11", "compute the loss in chunks"),
+        ("14", "train under DeepSpeed"),
+        ("18", "ZeRO stage 3: a GPU then needs about"),
+        ("26", "take attention that keeps no scores"),
+        ("38", "make the model under zero.Init"),
+        ("43", "offload to NVMe"),
+        ("47", "look for the rank"),
+        ("54", '"zero_allow_untested_optimizer": true'),
+        ("58", "3.83 GiB are reserved in pieces"),
+        ("61", "ZeRO stage 3: a GPU then needs about"),
+    ],
+)
+def test_the_change_is_what_helped_or_what_the_numbers_prove(number: str, change: str) -> None:
+    assert explained(number).change.startswith(change)
+
+
+COMMAND = "torchrun --nproc_per_node=8 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --deepspeed ds_z2.json"
+
+
+def test_a_log_alone_may_tell_model_ranks_and_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several ranks print at once, with the launcher's prefixes and the codes of a terminal."""
+    text = (CASES / "01-LlamaFactory-1221.txt").read_text()
+    log = tmp_path / "train.log"
+    log.write_text(
+        "\n".join(
+            [COMMAND, *(f"\x1b[31m[rank3]: {line}\x1b[0m" for line in text.splitlines()), "exits with return code = -9"]
+        )
+    )
+    code, out, _ = call(monkeypatch, capsys, "explain", str(log))
+    assert code == 0
+    assert "3.14 GiB = 6.74 B parameters x 4 bytes / 8 ranks" in out
+    assert "useless" in out
+    assert len(out.splitlines()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("all went well\n", (), "shows no failure"),
+        ("MemoryError\n", ("--gpus", "0"), "--gpus 0: expected at least 1"),
+        ("MemoryError\n", ("--model", "unheard"), "--model unheard: not known offline"),
+        ("MemoryError\n", ("--ds-config", "gone.json"), "gone.json: no such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    text: str,
+    words: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(text)
+    code, _, err = call(monkeypatch, capsys, "explain", str(log), *words)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+if __name__ == "__main__":
+    for one in ROWS:
+        facts = {name: one[name] for name in ("source", "model", "ranks", "tensor", "works", "cannot_help")}
+        print(json.dumps(facts), *explained(one["file"]).lines(), "", sep="\n")
