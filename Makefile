@@ -15,7 +15,7 @@ DEMO := $(if $(GPU),--model smollm2-360m --budget $(or $(BUDGET),10m),\
 	--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 704MiB --exhaustive --budget $(or $(BUDGET),165s))
 
 run: $(READY)
-	$(BIN)/python -m autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
+	$(BIN)/python -m autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S)
 
 # In an order drawn anew each time (`--randomly-seed=N` repeats one). Tests that share what is dear to make run in one worker:
 # DEAR in tests/conftest.py. Many tests wait, for hosts that are lost and engines that start: on two cores a third worker uses them meanwhile.

@@ -20,7 +20,7 @@ check() {
   "$@" plan --model llama-3.1-8b --gpu a100-80gb --gpus 8 | tee plan.txt | sed -n 1,8p
   grep -q '^fastest' plan.txt
   status=0
-  "$@" run --model tiny-llama --device cpu --gpus 1 --budget 1m --yes 2>refused.txt || status=$?
+  "$@" run --model tiny-llama --device cpu --gpus 1 --budget 1m 2>refused.txt || status=$?
   test $status = 2 && test "$(wc -l <refused.txt)" = 1 && grep "no torch" refused.txt
 }
 

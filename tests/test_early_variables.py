@@ -67,7 +67,7 @@ def test_one_at_the_scripts_top_is_there_before_its_imports(tmp_path: Path) -> N
     top = f"import os\nos.environ.update({own!r})\nimport huggingface_hub, transformers\n"
     name = written(tmp_path, "own.py", checks, top)
     environment = {key: value for key, value in os.environ.items() if key not in own}
-    run = "run --device cpu --gpus 1 --budget 6m --max-trials 1 --study mine --yes --no-references"
+    run = "run --device cpu --gpus 1 --budget 6m --max-trials 1 --study mine --no-references"
     for words in (run, "launch mine"):
         command = [sys.executable, "-m", "autotune", *words.split(), "--", name]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, env=environment)

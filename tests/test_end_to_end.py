@@ -26,7 +26,7 @@ knobs:
   train_micro_batch_size_per_gpu: [1, 2, 256]
   reduce_bucket_size: [500000]
 """
-ON_CPUS = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--yes"]
+ON_CPUS = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32"]
 RUN = [*ON_CPUS, "--space", "s.yaml", "--memory-cap", "700MiB", "--study", "s", "--exhaustive", "--no-references"]
 
 
@@ -242,7 +242,7 @@ def test_a_model_that_transformers_refuses_is_said_in_one_line(
     }
     Path("bad").mkdir()
     Path("bad/config.json").write_text(json.dumps(config))
-    words = ["run", "--model", "./bad", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--budget", "5m", "--yes"]
+    words = ["run", "--model", "./bad", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--budget", "5m"]
     code, out, err = call(monkeypatch, capsys, *words)
     assert code == 2, out + err
     assert "model bad cannot be built" in err

@@ -92,7 +92,7 @@ def test_a_launch_in_the_readers_python_runs_no_code_of_the_study(trap: Trap) ->
 
 
 def test_a_run_with_a_hostile_study_does_not_take_its_python(trap: Trap) -> None:
-    done = trap.call("run", "--study", "s", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--yes")
+    done = trap.call("run", "--study", "s", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2")
     assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Add --python" in done.stderr

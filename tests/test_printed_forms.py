@@ -144,19 +144,7 @@ def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
     (tmp_path / "train.py").write_text(ACCELERATED)
     (tmp_path / "ds.json").write_text(json.dumps(OWN))
     monkeypatch.chdir(tmp_path)
-    options = (
-        "--device",
-        "cpu",
-        "--gpus",
-        "2",
-        "--budget",
-        "60s",
-        "--max-trials",
-        "3",
-        "--ds-config",
-        "ds.json",
-        "--yes",
-    )
+    options = ("--device", "cpu", "--gpus", "2", "--budget", "60s", "--max-trials", "3", "--ds-config", "ds.json")
     code, said, err = call(monkeypatch, capsys, "run", *options, "--study", "s", "--", "train.py", "--lr", "0.001")
     assert code == 0, err
     assert "trains the same" in said

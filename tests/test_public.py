@@ -68,7 +68,7 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
         autotune.launch("mine", ["train.py"], max_restart=1)
     with pytest.raises(UserError, match=r"^command: expected a valid list, found 3"):
         autotune.launch("mine", 3)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="'0' is not possible"):
+    with pytest.raises(UserError, match="'0s' is not possible"):
         autotune.launch("mine", ("train.py",), hang_timeout=0)
 
 
@@ -108,6 +108,7 @@ def test_plan_is_the_plan_of_the_command() -> None:
     found = autotune.plan(model="gemma-2-2b", gpu="h100", gpus=2, space={"knobs": {"zero_stage": [2, 3]}})
     assert {one.candidate.stage for one in found.best} <= {2, 3}
     assert (found.hardware.count, found.job.model.name) == (2, "gemma-2-2b")
+    assert re.fullmatch(r"<Plan of gemma-2-2b, .*, on 2 x h100 .*: z[23] .* tokens/s>", repr(found))
     with pytest.raises(BadArgument, match=r"^global_batch_size 7 |^a global batch of 7 over 2 ranks"):
         autotune.plan(model="gemma-2-2b", gpu="h100", gpus=2, global_batch_size=7)
     with pytest.raises(BadArgument, match=r"^host_memory 64 is 64 bytes; did you mean 64GiB"):

@@ -786,7 +786,7 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
 
     run = ["run", "--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--study", "mine"]
-    done = autotune(*run, "--max-trials", "1", "--out", "best.json", "--yes", "--", *script)
+    done = autotune(*run, "--max-trials", "1", "--out", "best.json", "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = "" if FOLDER in os.environ else rf"{FOLDER}=\S+ "  # a user's own needs no saying
     assert re.search(rf"train with: .*\bNCCL_ALGO=Ring .*{folder}OMP_NUM_THREADS=1 torchrun", done.stdout)

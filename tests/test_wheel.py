@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SPACE = "knobs:\n  zero_stage: [0, 1]\n  train_micro_batch_size_per_gpu: [1, 2, 4]\n  gradient_accumulation_steps: [1, 2, 4]\n"
 TUNER = [one for one in metadata.requires("deepspeed-autotune") or [] if "extra ==" not in one]  # what it requires
-RUN = ("run", "--device", "cpu", "--gpus", "1", "--budget", "8m", "--space", "space.yaml", "--max-trials", "2", "--yes")
+RUN = ("run", "--device", "cpu", "--gpus", "1", "--budget", "8m", "--space", "space.yaml", "--max-trials", "2")
 RUN += ("--no-references",)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-TINY_RUN = ("run", "--model", "tiny-llama", "--device", "cpu", "--seq-len", "32", "--yes")
+TINY_RUN = ("run", "--model", "tiny-llama", "--device", "cpu", "--seq-len", "32")
 _FROM_TRAINER = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 
 

@@ -23,7 +23,6 @@ from autotune.cli.options import (
     fail,
     option,
     print_line,
-    question_asker,
     takes_request,
     typed_command,
 )
@@ -70,9 +69,8 @@ def _tune(request: Request, shown: Console) -> None:
     from autotune.commands.run import run_study
 
     as_json = request.as_json
-    confirm = question_asker(request.yes or as_json, default=True)
     try:
-        summary = run_study(request, shown, quiet=as_json, confirm=confirm)
+        summary = run_study(request, shown, quiet=as_json)
     except NothingFits as error:
         if as_json and error.summary is not None:
             emit(error.summary)
@@ -104,7 +102,7 @@ def plan(request: Request) -> None:
     compared = len(names) > 1
     found = plans(request, [*dict.fromkeys(names)] if compared else [request.gpu], print_line)
     if request.as_json:
-        emit([one.to_json() for one in found] if compared else found[0].to_json())
+        emit({"plans": [one.to_json() for one in found]} if compared else found[0].to_json())
     elif compared:
         comparison_table(found).show(console(), folded="config")
     else:

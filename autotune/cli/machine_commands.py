@@ -18,7 +18,8 @@ def models(as_json: Json = False) -> None:
 
     found = shipped_models()
     if as_json:
-        emit({name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()})
+        facts = {name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()}
+        emit({"models": facts})
         return
     for name, spec in found.items():
         print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
@@ -69,7 +70,7 @@ def doctor(
                 label = "note: " if finding.level == "good" else "costs:"
                 view.print_line(f"      {label} {finding.cost}\n      fix:   {finding.fix}")
     if as_json:
-        emit([vars(finding) for finding in findings])
+        emit({"findings": [vars(finding) for finding in findings]})
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(ExitCode.FINDINGS)
 

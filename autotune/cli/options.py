@@ -22,7 +22,7 @@ from autotune.commands.removed import removed
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters, request_from
 from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
-from autotune.util.streams import LOG, is_watched, logging_to
+from autotune.util.streams import LOG, logging_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,16 +68,10 @@ def begin(text: str, as_json: bool) -> Console:
     return shown
 
 
-def question_asker(silent: bool, *, default: bool = False) -> Callable[[str], bool] | None:
-    """Return a function that asks the reader; None if silent or without a terminal."""
-    if silent or not is_watched(sys.stdin):
-        return None
-    return lambda text: typer.confirm(text, default=default)
-
-
-def emit(data: Any) -> None:
-    """Print data as JSON, with secrets masked."""
-    text = json.dumps(masked_data(json.loads(json.dumps(data, default=str))), indent=2)
+def emit(data: dict[str, Any]) -> None:
+    """Print one JSON object, with the version of its schema, and with secrets masked."""
+    plain = json.loads(json.dumps({"version": 1, **data}, default=str))
+    text = json.dumps(masked_data(plain), indent=2)
     print(text.replace("\x7f", "\\u007f"))
 
 
@@ -247,8 +241,6 @@ def _declared(parameter: Parameter, panel: str | None) -> Any:
     flags = [flag_of(parameter.name)]
     if parameter.default is False and panel is not None:
         flags = [f"{flags[0]}/{_off_flag(flags[0])}"]  # the second turns off a switch of a job file
-    if option.short:
-        flags.append(option.short)
     return typer.Option(*flags, rich_help_panel=panel, envvar=option.variable, show_envvar=False, **shown)
 
 

@@ -123,7 +123,7 @@ def spaces_list(as_json: Json = False) -> None:
 
     found = {name: load_space(name).about for name in shipped_spaces()}
     if as_json:
-        emit(found)
+        emit({"spaces": found})
         return
     for name, about in found.items():
         print(f"{name:12} {about}")
@@ -148,7 +148,7 @@ def spaces_knobs(as_json: Json = False) -> None:
 
     found = {name: facts(knob) for name, knob in KNOBS.items()}
     if as_json:
-        emit(found)
+        emit({"knobs": found})
         return
     for name, told in found.items():
         print(f"{name}\n    {'; '.join(f'{what}: {said}' for what, said in told.items())}")

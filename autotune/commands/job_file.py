@@ -45,7 +45,7 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     """Return the values of a job file for a command, by field of Options.
 
     Args:
-        command: `run`, `plan` or `launch`. Options of the others are left out, with one line.
+        command: `run`, `plan` or `launch`. Options of the others are checked and left out, with one line.
         given: fields that the command line sets, which the file may hold masked.
         print_line: receives lines for display.
 
@@ -71,13 +71,14 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
         field = every[name].name
         if name not in own:
             unused.append(name)
-        elif field not in given:
+        if field not in given:
             places[field] = f"{where}: {name}"
             values[field] = _value(value, places[field], path)
     values = {name: value for name, value in values.items() if value is not None}
     learn_data(values)
     request = request_from(values, places.__getitem__)
-    for name in values:
+    used = [name for name in values if flag_of(name).removeprefix("--") in own]
+    for name in used:
         option, found = own[flag_of(name).removeprefix("--")].option, getattr(request, name)
         if MASK in str(found):
             raise UserError(
@@ -88,7 +89,7 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
             raise UserError(f"{line}: a job file supplies no code. Add {_as_typed(name, found)} to the command line.")
     if unused:
         print_line(f"{path}: {command} does not use {', '.join(unused)}")
-    return {name: getattr(request, name) for name in values}
+    return {name: getattr(request, name) for name in used}
 
 
 def _as_typed(field: str, value: Any) -> str:

@@ -33,7 +33,7 @@ from autotune.script.recorded import check_candidate, job_to_train, with_finding
 from autotune.script.script import wrong_batch_warning
 from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
-from autotune.search.storage import check_no_links, make_study_folder, output_folder
+from autotune.search.storage import make_study_folder, output_folder
 from autotune.search.study import StudyStore
 from autotune.search.trials import Record
 from autotune.util.units import counted
@@ -209,12 +209,12 @@ def _folder_of(store: StudyStore) -> Path:
     """Return the folder that the training writes to: the study's, or if that is another user's, one in the current folder.
 
     Raises:
-        UserError: it has links.
+        UserError: it cannot be written, or has links.
     """
     folder = store.folder
     if folder is None or output_folder(folder) != folder:
-        return Path("runs") / store.name
-    check_no_links(folder)
+        folder = Path("runs") / store.name
+    make_study_folder(folder)
     return folder
 
 

@@ -46,6 +46,22 @@ def _plain(value: Any) -> Any:
     return str(number)
 
 
+def _seconds(value: object) -> object:
+    return f"{_plain(value)}s" if isinstance(value, numbers.Real) else value
+
+
+def _gpu_names(text: str) -> str:
+    """Check the names of GPUs."""
+    from autotune.problem.gpu_specs import named_gpu
+
+    for name in text.split(","):
+        try:
+            named_gpu(name)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+    return text
+
+
 def _valid(value: Any) -> Any:
     """Check the length and the characters of a text or a path."""
     why = invalid_reason(str(value))
@@ -76,6 +92,8 @@ def _as_words(value: object) -> object:
 
 _Word = Annotated[str, BeforeValidator(_plain), AfterValidator(_valid)]
 _Text = Annotated[_Word, AfterValidator(_one_line), WithJsonSchema({"type": ["string", "number"]})]
+_Time = Annotated[_Text, BeforeValidator(_seconds)]
+_Gpus = Annotated[_Text, AfterValidator(_gpu_names)]
 _File = Annotated[Path, AfterValidator(_valid)]
 _Texts = Annotated[list[_Word], BeforeValidator(_as_list), WithJsonSchema({"type": ["array", "string"]})]
 _Command = Annotated[list[_Word], BeforeValidator(_as_words), WithJsonSchema({"type": ["array", "string"]})]
@@ -106,7 +124,6 @@ class Option:
     commands: str = "run plan launch"  # names, separated by spaces
     first: str = ""  # commands that show the option in the first panel
     in_file: str = ""  # more commands, whose job files have the option
-    short: str = ""  # second flag
     is_argument: bool = False  # words without a flag
     metavar: str = ""  # value in the help; empty for a switch
     complete: str = ""  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
@@ -319,7 +336,7 @@ class Options(BaseModel):
 
     # -- this machine
     gpu: Annotated[
-        _Text | None,
+        _Gpus | None,
         Option(
             "GPU by name, like rtx3090 or a100-80gb, or several to compare: rtx4090,h100; default: the GPU of this machine.",
             Panel.MACHINE,
@@ -378,7 +395,7 @@ class Options(BaseModel):
 
     # -- search
     budget: Annotated[
-        _Text,
+        _Time,
         Option(
             "Time for this call, verification included: 90s, 30m, 1h30m.",
             Panel.SEARCH,
@@ -459,7 +476,7 @@ class Options(BaseModel):
         ),
     ] = 10
     hang_timeout: Annotated[
-        _Text,
+        _Time,
         Option(
             "A training hangs if no rank computes, reads or writes for this time.",
             Panel.RECOVERY,
@@ -520,12 +537,6 @@ class Options(BaseModel):
     out: Annotated[
         _File | None, Option("File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run", metavar="PATH")
     ] = None
-    yes: Annotated[
-        bool,
-        Option(
-            "Ask nothing: without a GPU, tune on CPU ranks.", Panel.OUTPUT, "run", "run", short="-y", in_python=False
-        ),
-    ] = False
     as_json: Annotated[bool, Option("Print one JSON object on stdout.", Panel.OUTPUT, in_python=False)] = False
     log_file: Annotated[
         _File | None,

@@ -22,7 +22,7 @@ from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
-from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
+from autotune.errors import NothingFits, NoTrialRan, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor
@@ -93,17 +93,11 @@ class RunSummary:
 
 
 def run_study(
-    request: Request,
-    console: Console,
-    *,
-    quiet: bool = False,
-    confirm: Callable[[str], bool] | None = None,
-    callbacks: Sequence[Callback] = (),
+    request: Request, console: Console, *, quiet: bool = False, callbacks: Sequence[Callback] = ()
 ) -> RunSummary:
     """Tune, verify and export.
 
     Args:
-        confirm: asks the user a question; None without a terminal.
         callbacks: called after each trial, as those of `optuna.Study.optimize`.
 
     Raises:
@@ -112,8 +106,7 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    clock = CallClock()
-    confirm = clock.stopped_by(confirm)
+    began = time.monotonic()
     needed = TRAINING if request.script or request.workload else NAMED_MODEL
 
     def print_line(text: str) -> None:
@@ -125,7 +118,7 @@ def run_study(
     if request.study is not None:
         _check_python(request.study, request, python)
     with named_nodes(request, print_line, python) as nodes:
-        return _run(run_setup(request, nodes, python), clock, console, quiet, confirm, callbacks)
+        return _run(run_setup(request, nodes, python), began, console, quiet, callbacks)
 
 
 @readable("the study")
@@ -141,18 +134,7 @@ def _check_python(study: str, request: Request, python: Interpreter) -> None:
     check_studys_python(study, measured_in, request.python, python)
 
 
-def _run(
-    setup: Setup,
-    clock: CallClock,
-    console: Console,
-    quiet: bool,
-    confirm: Callable[[str], bool] | None,
-    callbacks: Sequence[Callback],
-) -> RunSummary:
-    if setup.hardware.device == "cpu" and setup.request.device == "auto":
-        console.print("no GPU found: running CPU ranks", style="yellow")
-        if confirm is not None and not confirm("tune on CPU ranks?"):
-            raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
+def _run(setup: Setup, began: float, console: Console, quiet: bool, callbacks: Sequence[Callback]) -> RunSummary:
     observer = make_observer(console, quiet)
     for line in setup.warnings:
         observer.print_line(line)
@@ -166,7 +148,7 @@ def _run(
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
-        setup = with_agreed_protection(setup, work, confirm, observer.print_line)
+        check_protection(setup, work, observer.print_line)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             nodes = dataclasses.replace(setup.nodes, who=who, print_line=observer.print_line, cancelled=stopped.is_set)
@@ -178,7 +160,7 @@ def _run(
         # a failed worker ends all trials
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
-            opening = first.now() - clock.seconds
+            opening = first.now() - seconds_since(began)
             deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
@@ -240,30 +222,9 @@ def _open(executor: Executor, print_line: Callable[[str], None]) -> None:
     executor.check(print_line)
 
 
-class CallClock:
-    """Seconds of a call so far, without those in which the user answers a question."""
-
-    def __init__(self) -> None:
-        self._began, self._answering = time.monotonic(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds that count."""
-        return time.monotonic() - self._began - self._answering
-
-    def stopped_by(self, ask: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-        """Return the question, with the clock stopped until it is answered; None without a terminal."""
-        if ask is None:
-            return None
-
-        def asked(question: str) -> bool:
-            began = time.monotonic()
-            try:
-                return ask(question)
-            finally:
-                self._answering += time.monotonic() - began
-
-        return asked
+def seconds_since(began: float) -> float:
+    """Return the seconds since a time of the monotonic clock."""
+    return time.monotonic() - began
 
 
 def _with_ops(
@@ -383,6 +344,7 @@ def _summary(
 
     Raises:
         NothingFits: nothing was found, and the call was not stopped early.
+        NoTrialRan: the budget ended before the first trial.
     """
     files: list[Path] = []
     facts = store.facts()
@@ -429,7 +391,10 @@ def _summary(
         found.used_seconds,
     )
     if found.winner is None and not found.interrupted:
-        raise NothingFits("\n".join([*lines, *(f"wrote {path}" for path in files)]), summary.to_json())
+        text = "\n".join([*lines, *(f"wrote {path}" for path in files)])
+        if not facts.trials:
+            raise NoTrialRan(text, summary.to_json())
+        raise NothingFits(text, summary.to_json())
     return summary
 
 
@@ -487,30 +452,19 @@ def acquire_log_dir(setup: Setup) -> Iterator[Path]:
         held.release()
 
 
-def with_agreed_protection(
-    setup: Setup, work: Path, confirm: Callable[[str], bool] | None, print_line: Callable[[str], None]
-) -> Setup:
-    """Return the setup of a call that may start user code here, and name mounts that its trials do not see.
+def check_protection(setup: Setup, work: Path, print_line: Callable[[str], None]) -> None:
+    """Check the protection of a call that may start user code here, and name mounts that its trials do not see.
 
     Raises:
-        UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
+        NotProtected: this machine offers no protection of the user's files, and the user has not agreed to go without.
     """
     starts = setup.nodes is None and runs_user_code(setup.job)  # each node answers for itself
     if not starts and not setup.job.has_own_code:  # which is traced here
-        return setup
+        return
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
-    found = protection_of(
-        cwd, work, unprotected=setup.job.unprotected or confirm is not None, interpreter=setup.job.interpreter
-    )
-    if found is not Protection.NONE:
-        for path in silent_mounts():
-            print_line(f"{path} does not answer, so it is left out of trials")
-        return setup
-    if setup.job.unprotected or confirm is None:
-        return setup
-    if not confirm(f"{UNPROTECTED}. Go on?"):
-        raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")
-    return dataclasses.replace(setup, job=dataclasses.replace(setup.job, unprotected=True))
+    found = protection_of(cwd, work, unprotected=setup.job.unprotected, interpreter=setup.job.interpreter)
+    for path in silent_mounts() if found is not Protection.NONE else ():
+        print_line(f"{path} does not answer, so it is left out of trials")
 
 
 def first_executor(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.setup import FREE, Setup
-from autotune.errors import MachineError, NothingFits, ScriptFails, Stopped, UserError
+from autotune.errors import MachineError, NoTrialRan, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.executors.machine import op_name
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
@@ -149,13 +149,13 @@ class StartupDeadline:
         """Say that no trial ran if the deadline ends the work.
 
         Raises:
-            NothingFits: the deadline ended it.
+            NoTrialRan: the deadline ended it.
         """
         try:
             yield
         except Stopped:
             if self.ends_startup:
-                raise NothingFits(startup_used_all(self.seconds, self.seconds)) from None
+                raise NoTrialRan(startup_used_all(self.seconds, self.seconds)) from None
             raise
 
     @contextmanager

@@ -127,8 +127,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):
         raise UserError(why)
-    bare = request.budget.strip()
-    no_unit = [f"--budget {bare} is {bare} seconds; write {bare}m for minutes"] if bare.isdigit() else []
     if request.out is not None:
         check_out(request.out, makes_folders=True)
     batch = parse_global_batch(request.global_batch_size)
@@ -162,7 +160,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         space=space,
         candidates=tuple(candidates),
         notes=tuple(notes),
-        warnings=(*no_unit, *said),
+        warnings=tuple(said),
         nodes=nodes.cluster if nodes is not None else None,
         slots=places,
         name=name,
@@ -213,7 +211,9 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
     script = typed.script
     silent_seconds = parse_duration(request.hang_timeout)
     plan = folder = None
-    if request.study is None:
+    if request.study is not None:
+        _refuse(request, "gpus seq_len precision", "cannot differ from the study's")
+    else:
         if parse_global_batch(request.global_batch_size) is None:
             raise UserError(
                 "launch without a study needs --global-batch-size: the sequences per optimizer step of your training"

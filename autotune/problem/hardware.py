@@ -28,7 +28,6 @@ from autotune.problem.nvml import (
     GpuError,
     architectures_to_set,
     compute_capabilities,
-    driver_failure,
     order_is_unknown,
     order_to_set,
     settled_gpus,
@@ -214,7 +213,7 @@ def detect(
     headroom: float = 0.05,
     interpreter: Interpreter = OWN,
 ) -> Hardware:
-    """Detect this machine's devices; `gpus=None` takes all GPUs, or two CPU ranks if there is no GPU.
+    """Detect this machine's devices; `gpus=None` takes all GPUs, or with `cpu` two ranks. Only `cpu` gives CPU ranks.
 
     Raises:
         UserError: there are fewer devices than requested, a GPU is unusable and none is requested, or the cap exceeds the
@@ -228,26 +227,14 @@ def detect(
         visible = settled_gpus(gpus) if device != "cpu" else []
     except GpuError as error:
         raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
-    if not visible and device != "cpu" and (device == "cuda" or gpus is not None):
-        raise UserError(_no_gpu(device, gpus, interpreter))
-    if not visible and device == "auto" and (why := unseen_gpu(interpreter)):
+    if not visible and device != "cpu":
+        why = unseen_gpu(interpreter)
+        found = f"found no GPU that can be used: {why}" if why else "found no GPU on this machine"
         raise UserError(
-            f"found no GPU that can be used: {why}; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
+            f"{found}; add --device cpu for CPU ranks, call `autotune plan --gpu NAME`, or see `autotune doctor`"
         )
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
-
-
-def _no_gpu(device: str, gpus: int | None, interpreter: Interpreter) -> str:
-    trouble = driver_failure()
-    unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu(interpreter)
-    why = f" ({unseen})" if unseen else ""
-    if device == "cuda":
-        return f"--device cuda: no GPU found{why or ' (NVML sees none)'}; try --device cpu, or `autotune doctor`"
-    return (
-        f"--gpus {gpus}: found no GPU on this machine{why}; try --device cpu --gpus {min(gpus or 1, _cpu_ranks())} "
-        "for CPU ranks, `autotune plan --gpu NAME` to predict without one, or `autotune doctor`"
-    )
 
 
 def _cpu_ranks() -> int:

@@ -223,7 +223,7 @@ class ChunkedLoss:
     fastest: Prediction | None  # that fits; None: still nothing does
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Predictions for one job on one machine. `best` is fastest first, or likeliest first if nothing surely fits."""
 
@@ -245,6 +245,14 @@ class Plan:
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     cards: tuple[CardPlan, ...] = ()  # cheapest first; those without a price last
+
+    def __repr__(self) -> str:
+        """Return the job, the machine and the fastest config in one line."""
+        outlook = self.outlook
+        found = "nothing fits"
+        if outlook is not None:
+            found = f"{outlook.prediction.candidate} at {rate(outlook.tokens_per_second)} tokens/s"
+        return f"<Plan of {self.job.summary}, on {self.hardware}: {found}>"
 
     @property
     def outlook(self) -> Outlook | None:

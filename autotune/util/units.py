@@ -10,7 +10,7 @@ from autotune.util.bounds import display_value
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.ASCII | re.IGNORECASE)
 _COUNT = re.compile(r"(\d+(?:_\d{3})*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.ASCII | re.IGNORECASE)
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -18,7 +18,7 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of `90s`, `30m`, `1h30m`, `1h`, or a bare number of seconds.
+    """Return the seconds of `90s`, `30m`, `1h30m` or `1h`.
 
     Raises:
         UserError: the text is no duration, or not above zero.

@@ -12,7 +12,7 @@ from typing import Any
 
 COMMAND = [sys.executable, "-m", "autotune"]
 RUN = ["--device", "cpu", "--gpus", "2", "--model", "tiny-llama", "--seq-len", "32", "--space", "faults.yaml"]
-RUN += ["--study", "s", "--budget", "5m", "--yes", "--exhaustive", "--no-references"]
+RUN += ["--study", "s", "--budget", "5m", "--exhaustive", "--no-references"]
 WAIT_SECONDS = 120.0  # for a process to come as far as it is struck
 
 

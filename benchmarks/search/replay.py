@@ -29,7 +29,6 @@ if not __package__:  # started by its path: benchmarks import each other from th
 from autotune.cli import app
 from autotune.commands.environment import Nodes
 from autotune.commands.request import Request
-from autotune.commands.run import CallClock
 from autotune.commands.setup import Setup, run_setup, study_folder, study_name
 from autotune.errors import UserError, did_you_mean
 from autotune.executors.base import Executor, MeasureSpec, Session, too_slow_outcome
@@ -384,15 +383,6 @@ class ReplaySession(Session):
 # -- whole calls ---------------------------------------------------------------------------------------------------------
 
 
-class _NoClock(CallClock):
-    """Clock of a replayed call: only simulated seconds count, so that a call can be repeated exactly."""
-
-    @property
-    def seconds(self) -> float:
-        """Return 0."""
-        return 0.0
-
-
 @contextmanager
 def replayed(path: Path) -> Iterator[None]:
     """Let `autotune run` in this process search a table in place of this machine. Job, machine and space are the table's."""
@@ -418,7 +408,10 @@ def replayed(path: Path) -> Iterator[None]:
         return ReplayExecutor(table, setup.request.seed, setup.hardware.headroom)
 
     with mock.patch.multiple(
-        "autotune.commands.run", run_setup=setup_of, first_executor=executor_of, CallClock=_NoClock
+        "autotune.commands.run",
+        run_setup=setup_of,
+        first_executor=executor_of,
+        seconds_since=lambda began: 0.0,  # only simulated seconds count
     ):
         yield
 

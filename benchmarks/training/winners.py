@@ -162,7 +162,7 @@ def _prepared(name: str, folder: Path) -> None:
 def _tuned(name: str, folder: Path, budget: str, trials: int) -> StudyStore | str:
     """Tune a script by `autotune run`. Return its study, or the line with which it ended."""
     style = STYLES[name]
-    options = f"--device cpu --gpus {RANKS} --budget {budget} --max-trials {trials} --study s --yes {style.options}"
+    options = f"--device cpu --gpus {RANKS} --budget {budget} --max-trials {trials} --study s {style.options}"
     words = [sys.executable, "-m", "autotune", "run", *options.split(), "--", *shlex.split(style.command)]
     environment = _environment(PYTHONPATH=_path_with(Path(__file__).parents[2]))
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)

@@ -44,7 +44,7 @@ def tuned(command: Command, python: Path, folder: Path, limits: list[str]) -> st
     Raises:
         RuntimeError: it failed.
     """
-    options = ["--device", "cpu", "--gpus", str(RANKS), "--space", "space.yaml", "--study", "study", "--yes"]
+    options = ["--device", "cpu", "--gpus", str(RANKS), "--space", "space.yaml", "--study", "study"]
     words = shlex.split(command.words)
     return _autotune(python, folder, ["run", *options, *limits, "--", *words])
 

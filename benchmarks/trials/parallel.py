@@ -45,7 +45,7 @@ def study(folder: Path, parallel: int, arguments: Any) -> list[dict[str, Any]]:
         knobs = {"stages": "[0, 2]", "offload": "[none]", "sizes": "[1, 2]"}
     (folder / "beside.yaml").write_text(_SPACE.format(**knobs))
     job = ["--model", "tiny-gemma-2", "--device", "cpu", "--gpus", "1", "--seq-len", "32", "--space", "beside.yaml"]
-    words = ["run", *job, "--study", "s", "--budget", "15m", "--exhaustive", "--yes", "--parallel", str(parallel)]
+    words = ["run", *job, "--study", "s", "--budget", "15m", "--exhaustive", "--parallel", str(parallel)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(
         [sys.executable, "-m", "autotune", *words], cwd=folder, env=env, capture_output=True, text=True, check=False

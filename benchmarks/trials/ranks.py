@@ -124,8 +124,8 @@ def run_limited(
 
 
 def autotune_run(*options: str, script: Sequence[str] = (), cwd: Path | None = None) -> Tuned:
-    """`autotune run OPTIONS --yes --json [-- SCRIPT]` in a process of its own."""
-    command = [sys.executable, "-m", "autotune", "run", *options, "--yes", "--json"]
+    """`autotune run OPTIONS --json [-- SCRIPT]` in a process of its own."""
+    command = [sys.executable, "-m", "autotune", "run", *options, "--json"]
     command += ["--", *script] if script else []
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)

@@ -23,7 +23,7 @@ from rich.text import Text
 HERE = Path(__file__).parent
 RECORDED, PICTURE = HERE / "run.txt", HERE.parent / "images" / "run.svg"
 # `make run` on a machine without a GPU, for a shorter time
-COMMAND = "autotune run --model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --budget 100s --study demo --yes"
+COMMAND = "autotune run --model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --budget 100s --study demo"
 COLUMNS = 125
 STYLES = [  # the last that matches a line counts
     (r"^\$ ", "bold"),

@@ -17,8 +17,8 @@ from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.studies import study_of_every_kind
 
-BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes")
-SCRIPT = ("run", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes", "--", "train.py", "--deepspeed_config")
+BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s")
+SCRIPT = ("run", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--", "train.py", "--deepspeed_config")
 FILES = {
     "removed.json": '{"train_batch_size": 4, "amp": {"enabled": false}}',
     "lists.json": '{"train_batch_size": 4, "zero_optimization": {"stage": [2, 3]}}',
@@ -31,9 +31,13 @@ FILES = {
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("run", "--model", "gema-2-2b"), "did you mean gemma-2-2b"),
-        (("run",), "--model"),
-        (("run", "--model", "tiny-llama", "--gpus", "4"), "found no GPU"),
+        (("run", "--model", "gema-2-2b", "--device", "cpu"), "did you mean gemma-2-2b"),
+        (("run", "--device", "cpu"), "--model"),
+        (("run", "--model", "tiny-llama"), "found no GPU on this machine; add --device cpu"),
+        (
+            ("run", "--device", "cpu", "--model", "tiny-llama", "--budget", "10"),
+            "'10' is no duration: write it like 90s",
+        ),
         ((*BASE, "--nodes", "2"), "--nodes needs several machines"),
         ((*BASE, "--budget", "0"), "30m"),
         ((*BASE, "--budget=-5m"), "30m"),
@@ -141,14 +145,15 @@ def test_help_does_not_import_torch() -> None:
 def test_models_and_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(monkeypatch, capsys, "models", "--json")
     assert code == 0
-    assert json.loads(out)["gemma-2-2b"]["parameters"] == 2614341888
+    found = json.loads(out)
+    assert (found["version"], found["models"]["gemma-2-2b"]["parameters"]) == (1, 2614341888)
     assert "gemma-2-2b" in call(monkeypatch, capsys, "models")[1]
-    assert "default" in json.loads(call(monkeypatch, capsys, "spaces", "list", "--json")[1])
+    assert "default" in json.loads(call(monkeypatch, capsys, "spaces", "list", "--json")[1])["spaces"]
     assert "zero2" in call(monkeypatch, capsys, "spaces", "list")[1]
     assert "knobs:" in call(monkeypatch, capsys, "spaces", "show", "zero3")[1]
     assert "valid" in call(monkeypatch, capsys, "spaces", "validate", "default")[1]
     assert "stage 3 with offload_optimizer cpu" in call(monkeypatch, capsys, "spaces", "knobs")[1]
-    known = json.loads(call(monkeypatch, capsys, "spaces", "knobs", "--json")[1])
+    known = json.loads(call(monkeypatch, capsys, "spaces", "knobs", "--json")[1])["knobs"]
     assert known["bf16.bf16_optimizer_states"]["since deepspeed"] == "0.18.3"
     assert "changes what is computed" in known["bf16.bf16_optimizer_states"]
     assert json.loads(call(monkeypatch, capsys, "spaces", "validate", "zero2", "--json")[1])["families"] > 10

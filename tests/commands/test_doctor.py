@@ -39,7 +39,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for op in ("FusedAdamBuilder", "AsyncIOBuilder"):  # minutes of building, and nothing else here needs them
         monkeypatch.delitem(doctor._OPS, op)
     code, out, _ = call(monkeypatch, capsys, "doctor", "--nvme-path", str(tmp_path), "--json")
-    findings = {one["what"]: one for one in json.loads(out)}
+    findings = {one["what"]: one for one in json.loads(out)["findings"]}
     assert findings["torch"]["level"] == "good"
     assert findings["DeepSpeed op CPUAdam"]["level"] == "good"
     assert {"main memory", "shared memory", "disk", "nvme path", "libraries"} <= set(findings)

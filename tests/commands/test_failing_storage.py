@@ -63,7 +63,7 @@ def test_a_run_whose_storage_fails_ends_with_4(
         finish(store, number, outcome)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StudyStore, "finish", failing)
-    words = ("--study", "s", "--budget", "1h", "--yes")
+    words = ("--study", "s", "--budget", "1h")
     with limits_restored():
         code, out, err = replay(monkeypatch, capsys, TABLE, *words)
     assert code == 4, out + err

@@ -49,7 +49,7 @@ model: tiny-llama
 gpus: 2
 seq-len: 64
 global_batch_size: free
-budget: 600
+budget: 10m
 study: no        # YAML would make False of it
 max-trials: 3
 headroom: 10%
@@ -67,7 +67,7 @@ storage:
 def test_a_job_file_sets_options_by_their_names(asked: Any) -> None:
     found = asked(ALL)
     assert (found.model, found.gpus, found.seq_len, found.global_batch_size) == ("tiny-llama", 2, "64", "free")
-    assert (found.budget, found.study, found.max_trials, found.headroom) == ("600", "no", 3, "10%")
+    assert (found.budget, found.study, found.max_trials, found.headroom) == ("10m", "no", 3, "10%")
     assert (found.exhaustive, found.no_references, found.exports) == (True, True, ["HF_HOME"])
     assert (found.maps, found.ds_config, found.storage) == (
         ["train_micro_batch_size_per_gpu=--bs"],
@@ -111,6 +111,7 @@ def test_one_job_file_serves_all_commands(asked: Any) -> None:
         ("\nbudgett: 1h\n", ":2: unknown option 'budgett'; did you mean budget"),
         ("? [a]\n: b\n", "found a list as a key"),
         ("gpus: four\n", ":1: gpus: expected a valid integer, found four"),
+        ("budget: 1h\ngpu: 2\n", ":2: gpu: unknown GPU '2'"),
         ("model: [a]\n", ":1: model: expected a valid string, found ['a']"),
         ("seed: 1\nexhaustive: maybe\n", ":2: exhaustive: expected a valid boolean, found maybe"),
         ("model: !!python/name:os.system x\n", "could not determine a constructor for the tag"),

@@ -1,5 +1,6 @@
 """From a study or a plan to the ladder that a training starts under; trainings themselves are in tests/test_scripts.py."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -130,12 +131,27 @@ def test_the_best_of_a_plan(
     assert (code, "is predicted to fit" in err) == (3, True)
 
 
+def test_a_study_in_a_folder_that_cannot_be_written_is_refused(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study_of_every_kind(tmp_path / "runs")
+
+    def refuse(**options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("autotune.search.storage.tempfile.NamedTemporaryFile", refuse)
+    code, _, err = call(monkeypatch, capsys, "launch", "s", "--", script)
+    assert code == 2
+    assert "runs/s cannot be written (Read-only file system)" in err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("launch", "--model", "tiny-llama", "--", "train.py"), "needs --global-batch-size"),
         (("launch", "none", "--", "train.py"), "no study 'none'"),
-        (("launch", "s", "--max-restarts", "-1", "--", "train.py"), "expected at least 0"),
+        (("launch", "s", "--max-restarts", "-1", "--", "train.py"), "--max-restarts: expected at least 0, found -1"),
+        (("launch", "s", "--gpus", "4", "--", "train.py"), "--gpus cannot differ from the study's. Remove --gpus."),
         (("launch", "s"), "needs the script to train"),
         (("launch", "s", "--", "missing.py"), "no script missing.py"),
     ],

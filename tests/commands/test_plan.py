@@ -351,7 +351,7 @@ def test_the_command_line_has_it_all() -> None:
     )
     assert done.exit_code == 0, done.output
     data = json.loads(done.output)
-    assert (data["gpus"], data["nodes"], data["outlook"]["tokens"]) == (4, 2, 1e12)
+    assert (data["version"], data["gpus"], data["nodes"], data["outlook"]["tokens"]) == (1, 4, 2, 1e12)
 
 
 @pytest.mark.parametrize(("gpu", "code"), [("t4", 3), ("a100-80gb", 0)])

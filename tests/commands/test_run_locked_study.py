@@ -19,7 +19,7 @@ def test_a_study_that_is_held_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = ("--budget", "5m", "--max-trials", "1", "--yes", "--study", "s")
+    run = ("--budget", "5m", "--max-trials", "1", "--study", "s")
     assert replay(monkeypatch, capsys, TABLE, *run)[0] == 0
     held = lock_study(Path("runs/s"), "s")
     before = files_in(tmp_path)
@@ -44,7 +44,7 @@ def test_no_script_is_run_for_a_study_that_is_held(
     monkeypatch.setattr("autotune.commands.run.first_executor", started)
     held = lock_study(Path("runs/s"), "s")
     before = files_in(tmp_path)
-    words = ("run", "--study", "s", "--device", "cpu", "--gpus", "2", "--yes", "--", "train.py")
+    words = ("run", "--study", "s", "--device", "cpu", "--gpus", "2", "--", "train.py")
     code, _, err = call(monkeypatch, capsys, *words)
     assert (code, files_in(tmp_path)) == (2, before)
     assert "another autotune run holds" in err

@@ -46,7 +46,7 @@ def test_show_export_and_launch(
 def test_run_resumes_it(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = Path("t.csv.gz")
     record(StudyStore.load("s"), table)
-    words = ("--budget", "5m", "--yes", "--study")
+    words = ("--budget", "5m", "--study")
     assert replay(monkeypatch, capsys, table, *words, "again")[0] == 0
     code, out, err = replay(monkeypatch, capsys, table, *words, "again")
     assert code == 0, err

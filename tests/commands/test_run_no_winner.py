@@ -23,7 +23,7 @@ def too_large(path: Path) -> int:
     return len(largest)
 
 
-RUN = ("--headroom", "60%", "--study", "s", "--budget", "5m", "--yes")
+RUN = ("--headroom", "60%", "--study", "s", "--budget", "5m")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ knobs:
   offload_optimizer: [none, cpu]
   train_micro_batch_size_per_gpu: [1, 2]
 """
-JOB = ("--model", "tiny-gemma-2", "--device", "cpu", "--seq-len", "16", "--space", "few.yaml", "--study", "s", "--yes")
+JOB = ("--model", "tiny-gemma-2", "--device", "cpu", "--seq-len", "16", "--space", "few.yaml", "--study", "s")
 
 
 @pytest.mark.main_path
@@ -88,7 +88,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--gpus", "1", "--parallel", "4000"), "--parallel 4000: "),
-        (("--gpus", "1", "--parallel", "0"), "--parallel 0: expected at least 1"),
+        (("--gpus", "1", "--parallel", "0"), "--parallel: expected at least 1, found 0"),
         (("--parallel", "2"), "--parallel 2: say with --gpus"),
         (("--gpus", "1", "--parallel", "2", "--hostfile", "none"), "none"),
         (("--gpus", "1", "--parallel", "2", "--nodes", "2"), "--nodes needs several machines"),

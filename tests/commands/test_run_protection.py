@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.commands.doctor import _protection
-from autotune.commands.run import with_agreed_protection
+from autotune.commands.run import check_protection
 from autotune.commands.script_probe import Probe, ShortRuns, after_probe, check_batch
 from autotune.errors import UserError
 from autotune.executors import machine
@@ -42,42 +42,25 @@ def setup(tmp_path: Path) -> Any:
     return Setup(job)
 
 
-@pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
-def test_a_machine_that_protects_asks_nothing(
-    setup: Any, tmp_path: Path, offer: Callable[[Protection], None], protection: Protection
-) -> None:
-    offer(protection)
-    assert with_agreed_protection(setup, tmp_path, lambda question: pytest.fail(question), print) is setup
-    assert with_agreed_protection(setup, tmp_path, None, print) is setup
-
-
-def test_without_protection_it_needs_an_answer_or_the_option(
+def test_without_protection_it_needs_the_option(
     setup: Any, tmp_path: Path, offer: Callable[[Protection], None]
 ) -> None:
+    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+        offer(protection)
+        check_protection(setup, tmp_path, print)
     offer(Protection.NONE)
-    asked: list[str] = []
-
-    def answer(yes: bool) -> Callable[[str], bool]:
-        return lambda question: asked.append(question) or yes  # type: ignore[func-returns-value]
-
     with pytest.raises(UserError, match="--unprotected"):
-        with_agreed_protection(setup, tmp_path, None, print)
-    with pytest.raises(UserError, match=r"^not started"):
-        with_agreed_protection(setup, tmp_path, answer(False), print)
-    assert with_agreed_protection(setup, tmp_path, answer(True), print).job.unprotected
-    assert len(asked) == 2
-    assert all("may overwrite or delete" in question for question in asked)
+        check_protection(setup, tmp_path, print)
     setup.job = replace(setup.job, unprotected=True)
-    assert with_agreed_protection(setup, tmp_path, None, print) is setup
+    check_protection(setup, tmp_path, print)
 
 
 def test_a_named_model_needs_none_but_remote_code_does(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
     offer(Protection.NONE)
-    harmless = Setup(make_job())
-    assert with_agreed_protection(harmless, tmp_path, None, print) is harmless
+    check_protection(Setup(make_job()), tmp_path, print)
     remote = replace(make_job(), model=replace(make_job().model, trust_remote_code=True))
     with pytest.raises(UserError, match="--unprotected"):
-        with_agreed_protection(Setup(remote), tmp_path, None, print)
+        check_protection(Setup(remote), tmp_path, print)
 
 
 @pytest.mark.parametrize(

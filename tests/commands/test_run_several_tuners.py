@@ -27,7 +27,7 @@ knobs:
   train_micro_batch_size_per_gpu: [1, 2]
 """
 JOB = ("--model", "tiny-gemma-2", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--space", "few.yaml")
-RUN = ("run", *JOB, "--study", "s", "--budget", "10m", "--exhaustive", "--yes", "--no-references")
+RUN = ("run", *JOB, "--study", "s", "--budget", "10m", "--exhaustive", "--no-references")
 
 
 def started(folder: Path, url: str, log: Path) -> subprocess.Popen[bytes]:
@@ -109,8 +109,7 @@ def studies(server: Postgres) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("run", "--model", "tiny-gemma-2", "--device", "cpu", "--yes"), ("show", "s"), ("report", "s"), ("export", "s")],
+    "words", [("run", "--model", "tiny-gemma-2", "--device", "cpu"), ("show", "s"), ("report", "s"), ("export", "s")]
 )
 def test_a_server_that_refuses_is_one_line(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

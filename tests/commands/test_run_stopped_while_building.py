@@ -17,7 +17,7 @@ from tests.conftest import SCRIPTS, wait_until
 
 AUTOTUNE = [sys.executable, "-m", "autotune"]
 ON_CPU = ["--device", "cpu", "--gpus", "1"]
-MODEL = ["run", "--model", "tiny-llama", *ON_CPU, "--seq-len", "32", "--yes"]
+MODEL = ["run", "--model", "tiny-llama", *ON_CPU, "--seq-len", "32"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from autotune.results.output_files import check_out
 from tests.cli_call import replay
 
 TABLE = Path(__file__).parent.parent / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
-REPLAY = ("--study", "s", "--budget", "4m", "--max-trials", "4", "--yes")
+REPLAY = ("--study", "s", "--budget", "4m", "--max-trials", "4")
 
 
 def test_the_last_seed_there_is() -> None:

@@ -16,7 +16,7 @@ from benchmarks.trials.framework_environments import FRAMEWORKS, PINS, environme
 
 SECONDS = 1800  # DeepSpeed's ops may be built first
 INPUTS = Path(__file__).parent.parent.parent / "benchmarks" / "trials" / "framework_inputs.py"
-SHORT = ["--device", "cpu", "--budget", "10m", "--yes", "--study", "study"]
+SHORT = ["--device", "cpu", "--budget", "10m", "--study", "study"]
 
 
 def python(name: str) -> Path:

@@ -219,7 +219,7 @@ def resumed_study(folder: Path) -> Texts:
     table = folder / "table.csv.gz"
     for end in (".csv.gz", ".json"):
         shutil.copy(TABLES / "landscapes_own" / f"tiny-llama_2xcpu{end}", folder / f"table{end}")
-    run = ("run", "--study", "s", "--seed", "3", "--budget", "5m", "--yes", "--json")
+    run = ("run", "--study", "s", "--seed", "3", "--budget", "5m", "--json")
     with _chdir(folder), replayed(table):
         call(*run, "--max-trials", "5")
         call(*run, "--max-trials", "12")
@@ -257,9 +257,7 @@ def run_on_two_nodes(folder: Path) -> Texts:
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')  # the node is this machine
     ssh.chmod(0o755)
-    options = (
-        "--model tiny-llama --device cpu --seq-len 32 --space s.yaml --hostfile hostfile --max-trials 1 --yes --study s"
-    )
+    options = "--model tiny-llama --device cpu --seq-len 32 --space s.yaml --hostfile hostfile --max-trials 1 --study s"
     done = subprocess.run(
         [sys.executable, "-m", "autotune", "run", *options.split(), "--budget", "20m"],
         cwd=folder,

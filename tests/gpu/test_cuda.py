@@ -91,7 +91,7 @@ def test_ranks_that_were_forked_train_with_fused_adam(tmp_path: Path) -> None:
 def test_a_study_under_a_cap_ends_with_a_verified_winner(tmp_path: Path) -> None:
     """Small enough for a minute."""
     words = ["--model", "smollm2-135m", "--gpus", "1", "--memory-cap", "8GiB", "--seq-len", "512", "--budget", "75s"]
-    command = [sys.executable, "-m", "autotune", "run", *words, "--study", "g", "--yes", "--json"]
+    command = [sys.executable, "-m", "autotune", "run", *words, "--study", "g", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -34,7 +34,7 @@ def test_errors_are_in_the_log_file_and_a_wrong_file_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("budget: 1h\n")
-    words = ("run", "job.yaml", "--model", "tiny-llamax", "--log-file", "x.log")
+    words = ("run", "job.yaml", "--device", "cpu", "--model", "tiny-llamax", "--log-file", "x.log")
     assert call(monkeypatch, capsys, *words)[0] == 2
     assert "unknown model 'tiny-llamax'" in (tmp_path / "x.log").read_text()
     code, _, err = call(monkeypatch, capsys, "run", "--model", "tiny-llama", "--log-file", str(tmp_path))

@@ -8,12 +8,12 @@ from autotune.errors import UserError
 from autotune.util import units
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("45", 45), (" 10M ", 600)])
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), (" 10M ", 600)])
 def test_durations(text: str, seconds: float) -> None:
     assert units.parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5m", "1h-3m", "١s", "9" * 400])
+@pytest.mark.parametrize("text", ["", "10", "0s", "-5m", "1h-3m", "١s", "9" * 400])
 def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="30m"):
         units.parse_duration(text)

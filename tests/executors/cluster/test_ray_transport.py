@@ -282,7 +282,7 @@ def test_another_version_and_nobody_at_the_address(tmp_path: Path, monkeypatch: 
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = call(["run", "--model", "tiny-llama", "--executor", "ray", "--ray-address", address, "--yes"], tmp_path)
+        done = call(["run", "--model", "tiny-llama", "--executor", "ray", "--ray-address", address], tmp_path)
     assert done.returncode == 2
     said = f"autotune: --executor ray: no Ray at {address} (Connection refused)"
     assert done.stderr.strip().splitlines()[-1].startswith(said)
@@ -291,7 +291,7 @@ def test_another_version_and_nobody_at_the_address(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_a_killed_tuner_leaves_nothing_at_ray(real: Ray, tmp_path: Path) -> None:
-    words = ["run", "--model", "tiny-llama", "--seq-len", "32", "--global-batch-size", "4", *where(real), "--yes"]
+    words = ["run", "--model", "tiny-llama", "--seq-len", "32", "--global-batch-size", "4", *where(real)]
     tuner = subprocess.Popen(
         [sys.executable, "-m", "autotune", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -308,6 +308,8 @@ def test_a_killed_tuner_leaves_nothing_at_ray(real: Ray, tmp_path: Path) -> None
 
 def where(ray: Ray) -> list[str]:
     return [
+        "--device",
+        "cpu",
         "--executor",
         "ray",
         "--ray-address",

@@ -121,7 +121,7 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
 def test_the_example_tunes_all_nodes_of_its_job(real: Slurm, tmp_path: Path) -> None:
     """Submitted with options that fit this Slurm; a second job that is shorter than the budget is refused."""
     (tmp_path / "autotune").symlink_to(Path(sys.executable).parent / "autotune")
-    options = "--device cpu --gpus 1 --seq-len 32 --global-batch-size 4 --max-trials 1 --yes"
+    options = "--device cpu --gpus 1 --seq-len 32 --global-batch-size 4 --max-trials 1"
     variables = {"MODEL": "tiny-llama", "STUDY": "slurmed", "BUDGET": "200s", "AUTOTUNE_OPTIONS": options}
     variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 

@@ -109,7 +109,7 @@ def test_the_command_line_says_it_with_exit_code_2(
     monkeypatch.chdir(tmp_path)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nunknown-key slots=1\n")
-    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hostfile), "--yes"]
+    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hostfile)]
     code, _, err = call_here(monkeypatch, capsys, *words)
     assert code == 2, err
     assert err.strip().splitlines()[-1].startswith("autotune: node unknown-key: its host key is not known")
@@ -334,7 +334,7 @@ def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> Non
     write_trainers_config(tmp_path / "ds.json", 1)
     script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
     words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "8m", "--max-trials", "1"]
-    done = call(["run", *words, "--study", "mine", "--yes", "--", *script], tmp_path)
+    done = call(["run", *words, "--study", "mine", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     trained = call(["launch", "mine", "--hostfile", str(left_hosts.hostfile()), "--", *script], tmp_path)
     assert trained.returncode == 0, trained.stderr
