@@ -35,7 +35,6 @@ from autotune.problem.nvml import (
     open_nvml,
     order_to_set,
     unreadable_architectures,
-    unseen_gpu,
     visible_gpus,
 )
 from autotune.rank.sandbox import Protection
@@ -74,7 +73,7 @@ def examine(nvme_path: Path | None, doing: Callable[[str], None], interpreter: I
         interpreter: of the ranks.
     """
     doing("looking at the driver, memory and disk")
-    yield from _gpus(interpreter)
+    yield from _gpus()
     yield from _memory()
     yield from _disk(nvme_path)
     doing("checking how trials can be kept from changing your files")
@@ -84,10 +83,10 @@ def examine(nvme_path: Path | None, doing: Callable[[str], None], interpreter: I
     yield from _libraries(doing, interpreter)
 
 
-def _gpus(interpreter: Interpreter) -> Iterator[Finding]:
+def _gpus() -> Iterator[Finding]:
     lib = open_nvml()
     if lib is None:
-        yield _no_driver(interpreter)
+        yield _no_driver()
         return
     try:
         with nvml_errors("NVIDIA's driver"):
@@ -119,14 +118,13 @@ def _gpus(interpreter: Interpreter) -> Iterator[Finding]:
         yield Finding("warn", "GPU architectures", f"{ARCHITECTURES}={os.environ[ARCHITECTURES]}", cost, fix)
 
 
-def _no_driver(interpreter: Interpreter) -> Finding:
+def _no_driver() -> Finding:
     cost = "only CPU ranks can be tuned"
-    if trouble := driver_failure():
+    trouble = driver_failure()
+    if trouble:
         fix = "reboot, or reload its kernel module, which an update has left in its old version"
         return Finding("bad", "driver", f"NVIDIA's driver does not answer: {trouble}", cost, fix)
-    fix = "install NVIDIA's driver, or run the container with --gpus all"
-    if why := unseen_gpu(interpreter):
-        return Finding("bad", "GPU", why, cost, fix)
+    fix = "install NVIDIA's driver, or run the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     return Finding("warn", "GPU", "NVML finds no driver", cost, fix)
 
 

@@ -288,7 +288,7 @@ def _checked(
         trace = _with_noise(runs, dataclasses.replace(script, profile=repeated), measured.trace)
     reference = None if varies else trace
     least = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
-    note = unheeded or check_batch(runs, _mapped(script, profile), reference, least).note
+    note = unheeded or check_batch(runs, _mapped(script, profile), reference, least)
     if note:
         print_line(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
@@ -940,17 +940,10 @@ _AVERAGES = "--average_tokens_across_devices True averages the loss over the tok
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchCheck:
-    """Findings of a batch check."""
-
-    note: str = ""  # why the script's batch cannot be changed; empty if it honoured another, and trained the same on it
-
-
 def check_batch(
     runs: ShortRuns, script: Script, reference: TrainingTrace | None = None, least: Candidate | None = None
-) -> BatchCheck:
-    """Check that the script honours another batch, and trains the same on it.
+) -> str:
+    """Return why the script's batch cannot be changed; empty if it honours another, and trains the same on it.
 
     Args:
         runs: short runs that are left. Without one, the trials of the search check their own batch.
@@ -963,9 +956,9 @@ def check_batch(
         Stopped: the user stopped the tuner.
     """
     if not Counted.of(script.profile).unit:
-        return BatchCheck(str(script.profile.get("uncounted", UNCOUNTED)))
+        return str(script.profile.get("uncounted", UNCOUNTED))
     if not all(script.profile.get("beside", {}).values()):
-        return BatchCheck(UNCOUNTED_BESIDE)
+        return UNCOUNTED_BESIDE
     own = own_candidate(script)
     if least is not None:
         own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
@@ -979,26 +972,29 @@ def check_batch(
         if outcome.ok and reference is not None and outcome.trace is not None:
             return _compared(script, reference, other, outcome.trace)
         if outcome.ok or (unknown and not refused):
-            return BatchCheck()
+            return ""
         if not unknown:
             refused.append((other, outcome))
     if not refused:
-        return BatchCheck()
+        return ""
     other, first = refused[0]
     if first.source is not Source.BATCH:
-        return BatchCheck(f"told another batch ({other}), {script.target} fails: {first.reason}")
+        return f"told another batch ({other}), {script.target} fails: {first.reason}"
     disobeys = all(one.source is Source.BATCH and told.rows_per_rank == own.rows_per_rank for told, one in refused)
     typed = dict(script.flags).keys() - script.profile.get(FOUND, {}).keys()
     if disobeys and {MICRO_BATCH, ACCUMULATION} & typed:
         raise UserError(first.reason)
-    return BatchCheck(first.reason)
+    return first.reason
 
 
-def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace: TrainingTrace) -> BatchCheck:
-    """Return the findings of a run on another cut of the script's batch."""
+def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace: TrainingTrace) -> str:
+    """Return how a run on another cut of the script's batch trains differently; empty if it does not."""
     found = compare(reference, own_candidate(script), trace, other)
-    averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
-    return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "")
+    if found.verdict is not Verdict.DIFFERS:
+        return ""
+    if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH:
+        return f"{found.text}; {_AVERAGES}"
+    return found.text
 
 
 def others(own: Candidate) -> list[Candidate]:

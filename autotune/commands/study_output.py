@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
 
 from autotune.commands.request import python_errors
 from autotune.errors import readable
@@ -16,9 +15,6 @@ from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import VERIFY, Record
 from autotune.util.units import counted
-
-if TYPE_CHECKING:
-    import pandas
 
 # -- report ------------------------------------------------------------------------------------------------------------
 
@@ -85,18 +81,6 @@ class Study(StudyStore):
         """Return the winner's trial, or None."""
         return self.winner
 
-    def to_dataframe(self) -> pandas.DataFrame:
-        """Return a row per trial: its number, role, outcome, figures, and knobs as columns `knob.NAME`.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_dataframe needs the package pandas: pip install pandas") from None
-        return pandas.DataFrame([_row(record) for record in self.trials])
-
     def export(
         self, style: str = "deepspeed", *, out: str | PurePath | None = None, trial: int | None = None
     ) -> list[Path]:
@@ -121,23 +105,3 @@ class Study(StudyStore):
         """
         with python_errors():
             return _report(self, Path(out) if out is not None else None)
-
-
-def _row(record: Record) -> dict[str, Any]:
-    """Return a trial as a row of a table; figures that it lacks are None."""
-    outcome = record.outcome
-    measured = outcome.measurement if outcome is not None else None
-    return {
-        "trial": record.number,
-        "candidate": str(record.candidate),
-        "role": record.role,
-        "outcome": outcome.kind.value if outcome is not None else "running",
-        "samples_per_second": measured.samples_per_second if measured else None,
-        "tokens_per_second": measured.tokens_per_second if measured else None,
-        "step_seconds": measured.step_seconds if measured else None,
-        "peak_bytes": measured.peak_bytes if measured else outcome.peak_bytes if outcome is not None else None,
-        "trial_seconds": outcome.seconds if outcome is not None else None,
-        "reason": outcome.reason if outcome is not None else "",
-        "note": record.note,
-        **{f"knob.{name}": value for name, value in record.candidate.as_dict.items()},
-    }

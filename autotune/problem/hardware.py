@@ -228,10 +228,10 @@ def detect(
     except GpuError as error:
         raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
     if not visible and device != "cpu":
-        why = unseen_gpu(interpreter)
-        found = f"found no GPU that can be used: {why}" if why else "found no GPU on this machine"
+        why = unseen_gpu()
+        none = f"found no GPU that can be used: {why}" if why else "found no GPU on this machine"
         raise UserError(
-            f"{found}; add --device cpu for CPU ranks, call `autotune plan --gpu NAME`, or see `autotune doctor`"
+            f"{none}; add --device cpu for CPU ranks, call `autotune plan --gpu NAME`, or see `autotune doctor`"
         )
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.commands import script_probe
-from autotune.commands.script_probe import SHORT_RUNS_SHARE, BatchCheck, ShortRuns, _longer, others
+from autotune.commands.script_probe import SHORT_RUNS_SHARE, ShortRuns, _longer, others
 from autotune.problem.job import Script
 from autotune.problem.outcome import Outcome, OutcomeKind
 from tests.conftest import make_candidate
@@ -128,7 +128,7 @@ def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pyte
     )
     facts |= {"largest": largest, **dict.fromkeys(unset.split(), False)}
     monkeypatch.setattr(script_probe, "flags_found", lambda *_: {})
-    monkeypatch.setattr(script_probe, "check_batch", lambda *_: BatchCheck("it ignores other batches"))
+    monkeypatch.setattr(script_probe, "check_batch", lambda *_: "it ignores other batches")
     monkeypatch.setattr(script_probe, "_with_noise", lambda *_: None)
     monkeypatch.setattr(ShortRuns, "names_same_seeds", True)
     said: list[str] = []

@@ -35,7 +35,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("proc", "sys/fs/cgroup/memory"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(hardware, "settled_gpus", lambda count: [])
-    monkeypatch.setattr(hardware, "unseen_gpu", lambda interpreter: "")
+    monkeypatch.setattr(hardware, "unseen_gpu", lambda: "")
     monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)

@@ -243,7 +243,7 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
 
 
 def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
-    """Return the gains over the user's own config, the next best and the slowest that fits."""
+    """Return the gains over the user's own config and the next best."""
     found: list[MeasuredGain] = []
     if facts.own is not None and facts.own_ratio is not None and facts.winner is not None:
         own = facts.own.candidate
@@ -251,9 +251,6 @@ def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
     if (rival := facts.next_best) is not None:
         beyond = " that is not tied" if facts.tied else ""
         found.append(_gain(f"the next best{beyond}", rival.candidate, rival.ratio))
-    if len(facts.slower) > 1:
-        slowest, fit = facts.slower[-1], 1 + len(facts.tied) + len(facts.slower)
-        found.append(_gain(f"the slowest of {fit} measured that fit", slowest.candidate, slowest.ratio))
     return tuple(found)
 
 
