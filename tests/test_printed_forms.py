@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +16,12 @@ import pytest
 from autotune.problem.training_trace import TrainingTrace
 from autotune.recovery import supervisor
 from autotune.results.console import train_with
-from autotune.results.export import training_arguments
+from autotune.results.export import training_arguments, usage_lines, write_export
 from autotune.script.profile import job_of
 from autotune.search.certificate import Verdict, compare
 from autotune.search.study import StudyStore
 from tests.cli_call import call
-from tests.conftest import Scripts, free_port, make_candidate
+from tests.conftest import Scripts, free_port, make_candidate, make_job
 from tests.plain_training import traced
 
 WINNER = make_candidate(2, 4, 3)
@@ -134,6 +136,36 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
     plain = traced(["torchrun", "--master-port", str(free_port()), *words[at + 1 :]], tmp_path, variables)
     certificate = compare(outcome.trace, WINNER, plain, WINNER)
     assert certificate.verdict is Verdict.SAME, certificate
+
+
+BY_FLAGS = """
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 96
+Trainer(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)), args, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["deepspeed", "accelerate"])
+def test_an_export_of_a_named_model_trains_in_a_trainer_script_as_printed(style: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BY_FLAGS)
+    job = make_job(2)
+    winner, hardware = SimpleNamespace(candidate=WINNER), SimpleNamespace(device="cpu", nodes=1)
+    store: Any = SimpleNamespace(job=job, hardware=hardware, winner=winner)
+    files = write_export(WINNER, job, tmp_path / "w", {"your_training_must": []}, style=style, device="cpu")
+    printed = usage_lines(style, files, store, None)[-1].rpartition(": ")[2]
+    own = ["train.py", "--output_dir", "out", "--max_steps", "2", "--report_to", "none"]
+    words = shlex.split(printed.replace("YOUR_SCRIPT.py ITS_ARGUMENTS", shlex.join(own)))
+    if style == "deepspeed":  # its launcher starts ranks on GPUs only
+        words = ["torchrun", "--master-port", str(free_port()), "--nproc-per-node", "2", *words[1:]]
+    else:
+        words[2:2] = ["--main_process_port", str(free_port())]
+    words[0] = str(Path(sys.executable).with_name(words[0]))
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

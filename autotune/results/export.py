@@ -114,6 +114,17 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
     return arguments
 
 
+def trainer_flags(candidate: Candidate, job: Job, device: str) -> list[str]:
+    """Return the flags of a Trainer script that the config of a named model's study needs, as Trainer compares both."""
+    words: list[str] = []
+    for name, value in training_arguments(candidate, job, device).items():
+        if value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, int) and value is not False:
+            words += [f"--{name}", str(value)]
+    return words
+
+
 def accelerate_config(
     candidate: Candidate, job: Job, ds_config_file: str, device: str = "cuda", nodes: int = 1
 ) -> dict[str, Any]:
@@ -456,7 +467,7 @@ def _batch_script(
     candidate: Candidate, job: Job, config: Path, meta_data: dict[str, Any], device: str, nodes: int
 ) -> str:
     """Return a batch script that trains the study's script, or the script that is given to it if the study has none."""
-    words, cwd = ["--deepspeed", str(config.resolve())], None
+    words, cwd = ["--deepspeed", str(config.resolve()), *trainer_flags(candidate, job, device)], None
     if job.script is not None:
         words, cwd = command(job.script, candidate, str(config.resolve())), job.script.cwd
         words = ["--no-python", *words] if job.script.program is not None else words
@@ -482,28 +493,36 @@ def _config_json(data: dict[str, Any]) -> str:
 
 def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int | None) -> list[str]:
     """Return lines that say how to use an exported file. The command of a script's study has its flags for the batch."""
-    file, takes, own = shlex.quote(str(files[0])), "", store.job.script
+    file, own, job = shlex.quote(str(files[0])), store.job.script, store.job
+    candidate = _record(store, trial).candidate
+    flags = shlex.join(trainer_flags(candidate, job, store.hardware.device))
     script = " YOUR_SCRIPT.py ITS_ARGUMENTS"
+    below = script if style == "fsdp" else f"{script} {flags}"
     training = f"deepspeed{script} --deepspeed_config {file}"
+    trainers = f"deepspeed{script} --deepspeed {file} {flags}"
     if own is not None:
-        candidate, per_node = _record(store, trial).candidate, store.job.ranks // store.hardware.nodes
-        script = "" if style == "sbatch" else _below_accelerate(own, candidate, style, files) or script
+        script = ""
+        below = _below_accelerate(own, candidate, style, files) or " YOUR_SCRIPT.py ITS_ARGUMENTS"
         words = ["deepspeed", *command(own, candidate, str(files[0]))]
         if own.program is not None or own.argv[0] == "-m":  # DeepSpeed's launcher would need further options
-            words = training_command(own, candidate, per_node, str(files[0]))
-        takes = "" if command_sets_all(own) else f"put {file} where the script has its own config, and train with: "
+            words = training_command(own, candidate, job.ranks // store.hardware.nodes, str(files[0]))
         training = shlex.join(masked_words(words))
-    lines = {
-        "deepspeed": [
-            f"use: {takes}{training}",
-            f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
-        ],
-        "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
-        "fsdp": [f"use: accelerate launch --config_file {file}{script}"],
-        "hf": [f"use: TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script"],
-        "sbatch": [f"use: sbatch {file}{script}"],
+        if not command_sets_all(own):
+            training = f"put {file} where the script has its own config, and train with: {training}"
+    uses = {
+        "deepspeed": training,
+        "accelerate": f"accelerate launch --config_file {file}{below}",
+        "fsdp": f"accelerate launch --config_file {file}{below}",
+        "hf": f"TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script",
+        "sbatch": f"sbatch {file}{script}",
     }
-    return lines[style]
+    lines = [f"use: {uses[style]}"]
+    if style == "deepspeed" and own is None:
+        lines.append(f"     with transformers' Trainer: {trainers}")
+    remark = store.facts().remark(trial) if trial is not None else ""
+    if remark:
+        lines.append(f"note: trial {trial} cannot win: {remark}")
+    return lines
 
 
 def _below_accelerate(script: Script, candidate: Candidate, style: str, files: Sequence[Path]) -> str:

@@ -168,7 +168,7 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:
     driver.cards = list(cards)
     driver.write()
-    return by_name(doctor._gpus(OWN))
+    return by_name(doctor._gpus())
 
 
 def test_gpus_in_use_and_unknown(driver: Driver) -> None:
@@ -230,10 +230,10 @@ def test_a_gpu_that_another_study_holds(driver: Driver) -> None:
     driver.cards = [Card(RTX_3090, 24)]
     driver.write()
     with lock_gpus(detect("cuda", None), "study other", print):
-        finding = by_name(doctor._gpus(OWN))["GPU 0"]
+        finding = by_name(doctor._gpus())["GPU 0"]
     assert finding.level == "warn"
     assert "held by autotune (study other, pid " in finding.found
-    assert by_name(doctor._gpus(OWN))["GPU 0"].level == "good"
+    assert by_name(doctor._gpus())["GPU 0"].level == "good"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    (finding,) = doctor._gpus(OWN)
+    (finding,) = doctor._gpus()
     assert (finding.level, finding.found) == ("warn", "NVML finds no driver")
 
 

@@ -201,7 +201,7 @@ def test_a_gpu_that_is_gone_is_said_in_one_line(four_gpus: Driver, monkeypatch: 
     [
         (
             {"nvmlInitWithFlags": LIB_RM_VERSION_MISMATCH},
-            "NVIDIA's driver does not answer (RM has detected an NVML/RM version mismatch",
+            "NVIDIA's driver does not answer: RM has detected an NVML/RM version mismatch",
         ),
         ({"nvmlDeviceGetCount_v2": 999}, "NVIDIA's driver does not answer: Unknown Error"),
     ],

@@ -11,7 +11,6 @@ from autotune.problem.hardware import Hardware, detect
 from autotune.problem.nvml import free_by_uuid, visible_gpus
 from autotune.problem.space import fitted, load_space, parse_space
 from autotune.search.fingerprint import changes, fingerprint, identity
-from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
 from tests.conftest import make_job
 from tests.fake_driver import NOT_SUPPORTED, Card, Driver
@@ -44,7 +43,7 @@ def test_its_memory_is_main_memory(spark: Driver, failing: dict[str, int]) -> No
     (gpu,) = visible_gpus()
     assert gpu.held_bytes == 90 * 2**20, "of main memory only what is the GPU's"
     assert free_by_uuid() == {gpu.uuid: 113 * GIB}
-    finding = next(one for one in doctor._gpus(OWN) if one.what == "GPU 0")
+    finding = next(one for one in doctor._gpus() if one.what == "GPU 0")
     assert finding.level == "warn"
     assert finding.found == (
         "NVIDIA GB10, 121.00 GiB of main memory, of which a process can have 113.00 GiB; 90.0 MiB in use by "

@@ -201,7 +201,7 @@ def test_it_is_written_where_it_is_asked_for(
     assert call(monkeypatch, capsys, "report", "s") == (0, "wrote runs/s/s.html\n", "")
     assert "No trial has ended yet." in (there / "runs" / "s" / "s.html").read_text()
     code, out, _ = call(monkeypatch, capsys, "report", "s", "--out", "there.html", "--json")
-    assert (code, json.loads(out)) == (0, {"files": ["there.html"]})
+    assert (code, json.loads(out)) == (0, {"version": 1, "files": ["there.html"]})
 
 
 def test_it_is_opened(there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
