@@ -97,6 +97,7 @@ def plan(request: Request) -> None:
     begin("reading the model and the cards", request.as_json)
     from autotune.commands.plan import plans
     from autotune.results.plan import comparison_table, show_plan
+    from autotune.util.units import parse_share
 
     names = [one.strip() for one in (request.gpu or "").split(",")]
     compared = len(names) > 1
@@ -107,7 +108,8 @@ def plan(request: Request) -> None:
         comparison_table(found).show(console(), folded="config")
     else:
         show_plan(found[0], console())
-    if not any(one.best for one in found):
+    chances = [one.best[0].chance for one in found if one.best]
+    if max(chances, default=0.0) < parse_share(request.sure):
         raise typer.Exit(ExitCode.NOTHING_FITS)
 
 

@@ -19,7 +19,13 @@ from autotune.predict.step_time import cores_of
 from autotune.predict.trace import missing_packages, trace_job, traced_predictor
 from autotune.predict.trace_cache import known_trace, with_runnable_attention
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import JobPredictions, OtherHardware, host_bytes_per_node, loading_bytes_per_node
+from autotune.predict.what_if import (
+    JobPredictions,
+    OtherHardware,
+    host_bytes_per_node,
+    is_published,
+    loading_bytes_per_node,
+)
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
 from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
@@ -151,6 +157,8 @@ def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]
     Sources: deepspeed 0.19.8, runtime/zero/leaf_module_config.py; torch/distributed/run.py, which sets OMP_NUM_THREADS; steps of
     chenyaofo's gist, llmq and torchtune in `benchmarks/predict/published.py --rows`.
     """
+    if hardware.facts and not is_published(hardware.facts):
+        yield f"no published run on {hardware.facts} was compared with its predictions"
     transformers = job.interpreter.version("transformers")
     if candidate.stage == 3 and job.ranks > 1 and has_expert_modules(job.model.config, transformers):
         yield (
@@ -298,7 +306,7 @@ class Machines:
             fewest = self.outlook(one, one.fastest(offload=False))
             if fewest:
                 break
-            fewest_offloading = fewest_offloading or self.outlook(one, one.fastest(any_host=True))
+            fewest_offloading = fewest_offloading or self.outlook(one, one.fastest())
         return CardPlan(hardware.facts, fewest, fewest_offloading, None)
 
     def outlook(self, tried: JobPredictions | None, place: int | None) -> Outlook | None:
@@ -331,7 +339,7 @@ class Machines:
 
     def _card(self, name: str) -> CardPlan:
         whole = self.tried(name, PER_NODE, 1)
-        hopeless = whole is not None and whole.fastest(any_host=True) is None  # fewer would not suffice either
+        hopeless = whole is not None and whole.fastest() is None  # fewer would not suffice either
         found = self._plan(name, _SIZES[-1:] if hopeless else _SIZES)
         return found if found.best else self._plan(name, _MORE)
 
@@ -341,8 +349,8 @@ class Machines:
         best: tuple[tuple[bool, float], JobPredictions, int] | None = None
         for one in self._sizes(name, sizes):
             fewest = fewest or self.outlook(one, one.fastest(offload=False))
-            fewest_offloading = fewest_offloading or fewest or self.outlook(one, one.fastest(any_host=True))
             place = one.fastest()
+            fewest_offloading = fewest_offloading or fewest or self.outlook(one, place)
             if place is not None:
                 samples = float(one.table.samples[place])
                 long = self.setup.tokens / (samples * one.job.tokens_per_sample) > LONGEST_SECONDS
@@ -355,9 +363,11 @@ class Machines:
         return CardPlan(name, fewest, fewest_offloading, self.outlook(best[1], best[2]) if best else None)
 
     def tried(self, name: str, gpus: int, nodes: int) -> JobPredictions | None:
-        """Return the setup's job on `gpus` of a card; None if its global batch cannot be split over them."""
+        """Return the setup's job on `gpus` of a card; None if the card lacks the precision, or the batch cannot be split."""
         job = self.setup.job
-        if job.precision == "bf16" and not gpu_table()[name].bf16 and not self.setup.precision_typed:
+        if job.precision == "bf16" and not gpu_table()[name].bf16:
+            if self.setup.precision_typed:
+                return None
             job = dataclasses.replace(job, precision="fp16")
         key = name, gpus, nodes
         if key not in self._tried:

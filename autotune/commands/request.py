@@ -348,7 +348,8 @@ class Options(BaseModel):
     ] = None
     device: Annotated[_Text, Option("auto, cuda or cpu.", Panel.MACHINE, "run launch", metavar="NAME")] = "auto"
     memory_cap: Annotated[
-        _Text | None, Option("Device memory that one rank may use, like 24GiB.", Panel.MACHINE, metavar="SIZE")
+        _Text | None,
+        Option("Device memory that one rank may use, like 24GiB.", Panel.MACHINE, "run launch", metavar="SIZE"),
     ] = None
     reserve: Annotated[
         _Text | None,
@@ -373,6 +374,16 @@ class Options(BaseModel):
             metavar="SIZE",
         ),
     ] = None
+    sure: Annotated[
+        _Text,
+        Option(
+            "Exit with code 3 if the chance that the config fits is smaller.",
+            Panel.MACHINE,
+            "plan",
+            first="plan",
+            metavar="SHARE",
+        ),
+    ] = "80%"
     parallel: Annotated[
         _Ranks,
         Option(

@@ -183,6 +183,8 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
     for name in gpus:
         hardware = _planned_hardware(name, request, interpreter)
         job = _named_job(request, hardware, interpreter)
+        if job.precision == "bf16" and not hardware.bf16:
+            raise UserError(f"{hardware.name} has no bf16. Use --precision fp16.")
         space = fitted(load_space(request.space or "default"), job, hardware).space
         faults = [f"{one.describe(installed_deepspeed(interpreter))}: left out" for one in space.faults]
         known = price_table().get(hardware.facts or "")
@@ -250,8 +252,9 @@ def _tuned_model(
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware, interpreter)
     _whole_sequences(job, request.ds_config)
-    if missing_package(job.lora, interpreter) == "bitsandbytes":
-        raise UserError("--lora quantize=nf4 needs the package bitsandbytes. Install it, or remove quantize=nf4.")
+    for option, value in (("--lora", job.lora), ("--attn", job.attention), ("--loss", job.loss)):
+        if package := missing_package(value, interpreter):
+            raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
     space, notes = fitted(space, job, hardware)
     return job, space, [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
 
@@ -363,10 +366,8 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     installed = interpreter.origin("deepspeed") if job.optimizer_kind == "muon" else None
     if installed is not None and not (Path(installed).parent / "runtime/zero/muon").exists():
         raise UserError("Muon is not an optimizer of the installed DeepSpeed. Install a newer one.")
-    adapters = dataclasses.replace(job.lora, quantize="") if job.lora else None  # only ranks need bitsandbytes
-    for option, value in (("--lora", adapters), ("--attn", job.attention)):
-        if package := missing_package(value, interpreter):
-            raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
+    if job.lora and not interpreter.has("peft"):
+        raise UserError(f"--lora {job.lora} needs the package peft. Install it, or remove --lora.")
     if job.loss != FULL and (why := loss_possible(job.loss, RequirementInputs.of(job, hardware))):
         raise UserError(f"--loss {job.loss} {why}. Remove --loss.")
     return job
@@ -662,7 +663,7 @@ def _planned_hardware(name: str | None, request: Request, interpreter: Interpret
     """
     gpus_per_node = request.gpus or 1
     nodes = request.nodes or 1
-    cap, headroom = _limits(request)
+    _, headroom = _limits(request)
     host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
     count = gpus_per_node * nodes
     if nodes > 1 and count > MOST_GPUS:
@@ -677,7 +678,7 @@ def _planned_hardware(name: str | None, request: Request, interpreter: Interpret
     else:
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
     hardware = dataclasses.replace(hardware, host_memory_bytes=host or hardware.host_memory_bytes)
-    return _reserving(hardware.capped(cap), request)
+    return _reserving(hardware, request)
 
 
 def _reserving(hardware: Hardware, request: Request) -> Hardware:

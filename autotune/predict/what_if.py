@@ -14,6 +14,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
+from autotune.util.files import shipped_json
 
 PLENTY = 2**50  # bytes of main memory that hold any offload
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
@@ -105,7 +106,7 @@ class OtherHardware:
 
 
 class JobPredictions:
-    """Predictions of one job on one machine. Main memory limits nothing until a method checks it."""
+    """Predictions of one job on one machine. Main memory limits nothing until `fastest` checks it."""
 
     def __init__(
         self, hardware: Hardware, predictor: Predictor, candidates: list[Candidate], prepared: Prepared, table: Table
@@ -114,18 +115,14 @@ class JobPredictions:
         self._predictor, self._candidates, self._prepared = predictor, candidates, prepared
         self._sure = predictor.margins(table) >= SURE_SIGMAS
 
-    def fastest(self, *, offload: bool = True, any_host: bool = False) -> int | None:
+    def fastest(self, *, offload: bool = True) -> int | None:
         """Return the index of the fastest candidate that fits with the probability SURE, or None.
 
         Args:
-            offload: allow candidates that offload to the host.
-            any_host: assume that main memory holds any offload.
+            offload: allow candidates that offload to the host, as far as its main memory holds them.
         """
-        fits = self._sure
-        if not offload:
-            fits = fits & (self.table.host_bytes == 0)
-        elif not any_host:
-            fits = fits & (self.table.host_bytes * self.hardware.per_node <= host_limit_bytes(self.hardware))
+        host_bytes = host_limit_bytes(self.hardware) if offload else 0.0
+        fits = self._sure & (self.table.host_bytes * self.hardware.per_node <= host_bytes)
         return int(np.where(fits, self.table.samples, -np.inf).argmax()) if fits.any() else None
 
     def prediction(self, place: int) -> Prediction:
@@ -161,6 +158,11 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware, *, zer
     if job.lora is not None and job.lora.quantize:
         return 0.0
     return host_bytes_per_node(job.element_bytes * parameters / (hardware.per_node if zero_init else 1), hardware)
+
+
+def is_published(name: str) -> bool:
+    """Check that a figure of the card was compared with its prediction."""
+    return name in shipped_json("gpus.json")["published"]
 
 
 def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:

@@ -196,7 +196,7 @@ class Sizes:
 
 
 def keeps_gradients_contiguous(columns: Columns) -> Flags:
-    """Return whether each candidate collects gradients in buckets of their own, (n,). Offload at stages 1 and 2 always does."""
+    """Return whether each candidate collects gradients in separate buckets, (n,). Offload at stages 1 and 2 always does."""
     below_3 = (columns.stage == 1) | (columns.stage == 2)
     return np.asarray((columns.contiguous > 0) | (below_3 & (columns.offload_optimizer > 0)))
 

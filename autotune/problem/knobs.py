@@ -25,7 +25,8 @@ from autotune.versions import dotted, release
 Value = bool | int | float | str
 Release = tuple[int, ...]
 READ: Release = (0, 19, 8)  # the DeepSpeed from which knobs, defaults and formulas were read
-KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention -> its package
+# package of an attention or a loss
+KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface", LIGER_LOSS: "liger_kernel"}
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of DeepSpeed's dtypes
 ADAMS = ("adamw", "adam", "fused_adam")
 
@@ -223,13 +224,13 @@ def mics_init(value: Value, c: RequirementInputs) -> str:
 
 
 def its_package(value: Value, c: RequirementInputs) -> str:
-    """Require the package of the attention kernel or of the adapters."""
+    """Require the package of the attention, the loss or the adapters."""
     package = missing_package(value, c.job.interpreter)
     return f"needs the package {package}, which is not installed" if package else ""
 
 
 def missing_package(choice: object, interpreter: Interpreter = OWN) -> str | None:
-    """Return the package that an attention kernel or adapters (`r=16,…`) need and the ranks' environment lacks, or None."""
+    """Return the package that an attention, a loss or adapters (`r=16,…`) need and the ranks' environment lacks, or None."""
     if choice in (None, "none"):
         return None
     package = "peft" if str(choice).startswith("r=") else KERNELS.get(str(choice))
@@ -243,7 +244,7 @@ def liger_kernel(value: Value, c: RequirementInputs) -> str:
 
     A trial shows if its version supports the model.
     """
-    return "" if c.job.interpreter.has("liger_kernel") else "needs the package liger_kernel, which is not installed"
+    return its_package(LIGER_LOSS, c)
 
 
 def liger_task(value: Value, c: RequirementInputs) -> str:
@@ -260,7 +261,7 @@ def loss_possible(value: Value, c: RequirementInputs) -> str:
     The model's structure is checked when it is built.
     """
     if value == LIGER_LOSS:
-        return next((why for need in (cuda, liger_task, liger_kernel) if (why := need(value, c))), "")
+        return cuda(value, c) or liger_task(value, c)
     if c.job.task != CAUSAL:
         return f"is for --task {CAUSAL}, not {c.job.task}"
     return "is not for adapters that save lm_head" if c.job.lora and "lm_head" in c.job.lora.saved else ""
@@ -461,7 +462,7 @@ SHORT_NAMED: dict[str, Knob] = {
     LORA: Knob(Lora, path=None, needs=(its_package,), refused=_quantized_refused),
     PACKING: Knob(bool, path=None),
     LIGER: Knob(bool, path=None, off=False, needs=(cuda, liger_task, liger_kernel)),
-    LOSS: Knob(LOSSES, path=None, off=FULL, needs=(loss_possible,), refused=_loss_refused),
+    LOSS: Knob(LOSSES, path=None, off=FULL, needs=(loss_possible, its_package), refused=_loss_refused),
     EXPANDABLE: Knob(bool, path=None, off=False, needs=(cuda, own_allocator), short="expandable"),
     "offload_optimizer": Knob(_DEVICES, _at(1, 2, 3), ZERO + "offload_optimizer.device", needs=_PLACE, short="opt"),
     "offload_param": Knob(_DEVICES, _at(3), ZERO + "offload_param.device", needs=_OWN, short="par"),

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
-from autotune.predict.what_if import host_bytes_per_node
+from autotune.predict.what_if import host_bytes_per_node, is_published
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
@@ -205,7 +205,9 @@ class CardPlan:
 
     gpu: str
     fewest: Outlook | None  # smallest number that holds everything; None: no tried number does
-    fewest_offloading: Outlook | None  # smallest number with offload, with unlimited main memory
+    fewest_offloading: (
+        Outlook | None
+    )  # smallest number with offload, in the main memory of the plan or of the card's common machine
     best: Outlook | None  # cheapest, or without a price fastest per GPU, of 1 to 8, or of more if those are too few
 
     def to_json(self) -> dict[str, Any]:
@@ -371,6 +373,9 @@ WIDTH = 100  # columns at most
 _UNBOUNDED = 10_000  # columns, more than any table has
 # DeepSpeed 0.19.8's TiledFusedLogitsLoss is not named: accumulation and fp16's scale do not reach its gradient of the head.
 CHUNKED_LOSSES = "TRL's chunked loss or Liger's fused_linear_cross_entropy"
+# An MFU above the first is shown with the best that a published run of several GPUs reached (InternLM/xtuner, A100:
+# benchmarks/predict/published.py).
+HIGH_MFU, BEST_MFU = 0.6, 0.78
 BAR = 36  # characters for a device's whole memory
 CARDS = 8  # rows in the table of cards, besides the requested card
 UNPRICED = 12  # names of cards without a price; --json has all
@@ -444,7 +449,8 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     each = f", {rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""
     yield "speed", f"{rate(tokens)} tokens/s ({rate(low)} to {rate(high)}){each}; step {one.step_seconds:.3g} s"
     if outlook.mfu is not None:
-        yield "MFU", f"{outlook.mfu:.0%}{_between(outlook.mfu_interval, lambda share: f'{share:.0%}')}"
+        checked = f"; published runs reach up to {BEST_MFU:.0%}" if outlook.mfu > HIGH_MFU else ""
+        yield "MFU", f"{outlook.mfu:.0%}{_between(outlook.mfu_interval, lambda share: f'{share:.0%}')}{checked}"
     low, high = one.peak_interval
     yield (
         "memory a GPU",
@@ -675,7 +681,7 @@ def cards_table(plan: Plan) -> PlanTable | None:
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "fits from, GPUs: the smallest and the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "Prices are rough, on demand, read in the month shown"
+    note += "*: no published run to compare with. Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     columns = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
     return PlanTable(
@@ -692,7 +698,7 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     assert best is not None
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
     return (
-        card.gpu,
+        card.gpu + "*" * (not is_published(card.gpu)),
         _size(min(filter(None, (card.fewest or card.fewest_offloading, best)), key=lambda one: one.hardware.count)),
         _size(best),
         rate(best.tokens_per_second),

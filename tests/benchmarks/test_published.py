@@ -8,6 +8,8 @@ from autotune.predict.calibration import coverage_factors
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
+from autotune.predict.what_if import is_published
+from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
@@ -113,3 +115,8 @@ def test_our_own_trials_are_steps_of_named_candidates() -> None:
     assert candidate_of("z2 mb4 ga2 no-overlap rbs=5e+08").as_dict["reduce_bucket_size"] == 5 * 10**8
     with pytest.raises(ValueError, match="names no knob"):
         candidate_of("z2 nothing=3")
+
+
+def test_a_plan_marks_the_cards_without_a_published_row() -> None:
+    compared = {case.hardware.facts for case in (*published.published_cases(), *published.own_trials())}
+    assert {name for name in gpu_table() if is_published(name)} == compared

@@ -219,7 +219,11 @@ def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.
         (Request(model="gemma-2-2b", gpus=4, tokens="0"), ["rtx3090"], "--tokens 0: expected between"),
         (Request(model="gemma-2-2b", gpus=4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
         (Request(model="gemma-2-2b", gpus=4, host_memory="lots"), ["rtx3090"], "no size"),
-        (Request(model="gemma-2-2b", gpus=4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),
+        (
+            Request(model="gemma-2-2b", gpus=4, precision="bf16"),
+            ["v100"],
+            "v100-32gb has no bf16. Use --precision fp16",
+        ),
     ],
 )
 def test_bad_input_is_said_in_one_line(request_: Request, names: list[str | None], said: str) -> None:
@@ -270,8 +274,7 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
     offloading = plan.own.fewest_offloading
     assert offloading is not None
     assert offloading.hardware.count < count
-    # what the main memory must hold is more than masters, states and gradients of all parameters
-    assert offloading.host_bytes * offloading.hardware.nodes > 16 * 8e9
+    assert offloading.host_bytes <= offloading.hardware.host_memory_bytes
 
 
 @pytest.mark.slow
@@ -307,32 +310,27 @@ def test_cards_come_cheapest_first() -> None:
     for card in plan.cards:
         if card.fewest and card.fewest_offloading:
             assert card.fewest_offloading.hardware.count < card.fewest.hardware.count
+        for one in filter(None, (card.fewest_offloading, card.best)):
+            assert one.host_bytes <= one.hardware.host_memory_bytes, "the same main memory as in a plan of that card"
 
 
 @pytest.mark.slow
 def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
-    free, typed = (
-        plans(Request(model="llama-3.2-1b", gpus=1, seq_len=2048, precision=precision), ["a100"])[0]
-        for precision in (None, "bf16")
-    )
-    speed = [
-        next(card.best.tokens_per_second for card in plan.cards if card.gpu == "v100-32gb" and card.best)
-        for plan in (free, typed)
-    ]
-    assert speed[0] > 2 * speed[1]
+    for precision, offered in ((None, True), ("bf16", False)):
+        (plan,) = plans(Request(model="llama-3.2-1b", gpus=1, seq_len=2048, precision=precision), ["a100"])
+        (volta,) = (card for card in plan.cards if card.gpu == "v100-32gb")
+        assert (volta.best is not None) is offered
 
 
 @pytest.mark.slow
 def test_your_own_memory_counts() -> None:
-    (plan,) = plans(
-        Request(model="llama-3.2-1b", gpus=2, seq_len=2048, host_memory="1TiB", memory_cap="20GiB"), ["a100"]
-    )
+    (plan,) = plans(Request(model="llama-3.2-1b", gpus=2, seq_len=2048, host_memory="1TiB", reserve="59GiB"), ["a100"])
     assert not plan.host_assumed
     assert plan.hardware.host_memory_bytes == 2**40
-    assert all(one.peak_bytes <= 20 * 2**30 for one in plan.best)
+    assert all(one.peak_bytes <= 21 * 2**30 for one in plan.best)
     mine = next(card for card in plan.cards if card.gpu == "a100-80gb")
     assert mine.best is not None
-    assert mine.best.hardware.capacity_bytes == 20 * 2**30
+    assert mine.best.hardware.capacity_bytes == plan.hardware.capacity_bytes
     assert mine.best.price == plan.price
 
 

@@ -7,8 +7,11 @@ import io
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from autotune.cli.app import app
 from autotune.commands import launch
+from autotune.commands import plan as commands_plan
 from autotune.commands.plan import Machines, make_plan
 from autotune.commands.setup import PlanSetup
 from autotune.predict.predictor import SURE, SURE_SIGMAS, Predictor
@@ -17,7 +20,7 @@ from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import OtherHardware
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.space import SearchSpace, parse_space
-from autotune.results.plan import Plan, Shortage, show_plan, ways_table
+from autotune.results.plan import Outlook, Plan, Shortage, show_plan, ways_table
 from autotune.util.units import GIB
 from tests.conftest import make_job
 
@@ -85,6 +88,24 @@ def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
     assert plan.best[0].peak_interval[1] > card.capacity_bytes, "it is not cut at the card"
     monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
     assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
+
+
+def test_a_plan_below_the_chance_asked_for_exits_with_3(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan && sbatch` starts no training that is likely to run out of memory."""
+    likely, *_ = planned(trace, CARD)
+    words = ["plan", "--model", "llama-3.2-1b", "--gpu", "a100", "--json"]
+    for chance, more, code in ((0.79, (), 3), (0.81, (), 0), (0.81, ("--sure", "90%"), 3), (0.6, ("--sure", "0.5"), 0)):
+        best = [dataclasses.replace(likely.best[0], chance=chance)]
+        found = dataclasses.replace(likely, best=best)
+        monkeypatch.setattr(commands_plan, "plans", lambda *_, found=found: [found])
+        assert CliRunner().invoke(app, [*words, *more]).exit_code == code
+
+
+def test_a_high_mfu_is_shown_beside_what_was_published(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, *_ = planned(trace, CARD)
+    for share, checked in ((0.5, False), (0.7, True)):
+        monkeypatch.setattr(Outlook, "mfu", share)
+        assert ("published runs reach up to 78%" in text_of(plan)) is checked
 
 
 def test_nothing_is_recommended_at_less_than_even_odds(trace: Trace) -> None:

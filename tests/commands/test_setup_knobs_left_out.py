@@ -2,10 +2,13 @@
 
 import pytest
 
+from autotune.commands.request import Request
+from autotune.commands.setup import _tuned_model, plan_setups
 from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.space import fitted, for_job, parse_space
 from autotune.util import inquiry
+from autotune.util.interpreter import OWN
 from tests.conftest import make_job
 
 
@@ -16,6 +19,14 @@ def test_kernels_that_are_not_installed_are_left_out_once() -> None:
     assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
     with pytest.raises(UserError, match="flash_attn"):
         fitted(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"), make_job(), detect("cpu", 2))
+
+
+def test_a_plan_needs_no_package_of_the_ranks_and_a_run_does() -> None:
+    asked: list[dict[str, str]] = [{"attention": "flash_attention_2"}, {"loss": "liger"}]
+    for one in asked:
+        (setup,) = plan_setups(Request(model="tiny-llama", precision="bf16", **one), ["h100"], OWN)
+        with pytest.raises(UserError, match=r"needs the package (flash_attn|liger_kernel)"):
+            _tuned_model(Request(model="tiny-llama", precision="bf16", **one), setup.space, setup.hardware, OWN)
 
 
 def test_adapters_without_peft_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,7 +385,7 @@ def test_nodes_share_the_devices_and_have_a_network_each() -> None:
     found = named_hardware("a100-80gb", 16, nodes=2)
     assert (found.per_node, found.network_gb_per_s) == (8, 200.0)
     assert found.host_memory_bytes == default_host_bytes("a100-80gb", 8)  # of one node
-    assert str(found) == "16 x a100-80gb (79.99 GiB) on 2 nodes"
+    assert str(found) == "16 x a100-80gb (79.35 GiB) on 2 nodes"
     assert Hardware.from_json(found.to_json()) == found
     assert named_hardware("h100", 8, nodes=2).network_gb_per_s == 200.0  # an adapter a GPU
     assert named_hardware("rtx4090", 8, nodes=2).network_gb_per_s == 12.5
@@ -400,3 +400,8 @@ def test_nodes_must_divide_the_devices(nodes: int) -> None:
         named_hardware("a100-80gb", 8, nodes=nodes)
     with pytest.raises(UserError, match="cannot be split"):
         dataclasses.replace(named_hardware("a100-80gb", 8), nodes=nodes)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("v100", 31.75), ("a100", 79.35), ("a10", 22.2)])
+def test_a_named_card_has_the_memory_that_torch_reports(name: str, gib: float) -> None:
+    assert named_hardware(name, 1).memory_bytes == int(gib * GIB)
