@@ -14,6 +14,7 @@ from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.errors import UserError
 from autotune.predict.calibration import TIME
+from autotune.predict.features import columns_of
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.step_time import cores_of
 from autotune.predict.trace import missing_packages, trace_job, traced_predictor
@@ -25,7 +26,9 @@ from autotune.predict.what_if import (
     host_bytes_per_node,
     is_published,
     loading_bytes_per_node,
+    whole_bytes,
 )
+from autotune.predict.zero_memory import saved_bytes
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
 from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
@@ -139,6 +142,8 @@ def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False
         batch_assumed=setup.batch_assumed,
         loading_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware),
         zero_init_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware, zero_init=True),
+        whole_bytes=whole_bytes(setup.job, parameters, counted.candidate),
+        save_bytes=float(saved_bytes(setup.job, predictor.trace, columns_of([counted.candidate], setup.job))[0]),
         chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
     )
     if not elsewhere:

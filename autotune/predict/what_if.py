@@ -160,6 +160,15 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware, *, zer
     return host_bytes_per_node(job.element_bytes * parameters / (hardware.per_node if zero_init else 1), hardware)
 
 
+def whole_bytes(job: Job, parameters: int, candidate: Candidate) -> float:
+    """Return the bytes of each GPU while stage 3 partitions a model that was made without `zero.Init`; 0 at other stages.
+
+    The engine first moves the whole model to the GPU, whatever is offloaded later (deepspeed 0.19.8, runtime/engine.py,
+    `_configure_distributed_model`: `self.module.to(self.device)` unless parameters have a `ds_id`).
+    """
+    return job.element_bytes * parameters if candidate.stage == 3 else 0.0
+
+
 def is_published(name: str) -> bool:
     """Check that a figure of the card was compared with its prediction."""
     return name in shipped_json("gpus.json")["published"]

@@ -244,6 +244,8 @@ class Plan:
     batch_assumed: bool = False  # the global batch was neither given nor in a config
     loading_bytes: float = 0.0  # main memory of a node while each rank loads a copy of the weights; 0: no copy is made
     zero_init_bytes: float = 0.0  # the same if zero.Init divides one copy over the ranks
+    whole_bytes: float = 0.0  # of all weights on a GPU while ZeRO-3 is made without zero.Init; 0: never whole
+    save_bytes: float = 0.0  # main memory of the first node while ZeRO-3 gathers all weights for a save
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     cards: tuple[CardPlan, ...] = ()  # cheapest first; those without a price last
@@ -302,6 +304,8 @@ class Plan:
             },
             "loading_bytes_per_node": round(self.loading_bytes),
             "loading_bytes_with_zero_init": round(self.zero_init_bytes),
+            "initialize_bytes_without_zero_init": round(self.whole_bytes),
+            "save_bytes_on_first_node": round(self.save_bytes),
             "fewest_gpus": self.own and self.own.to_json(),
             "cards": [card.to_json() for card in self.cards],
             "note": self.note,
@@ -468,6 +472,10 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
         )
     if plan.loading_bytes:
         yield "loading", loading_line(plan)
+    if plan.whole_bytes:
+        yield "initialize", initialize_line(plan)
+    if plan.save_bytes:
+        yield "save", f"{_gib(plan.save_bytes)} more main memory on the first node, which gathers all weights"
     yield f"{format_count(plan.tokens)} tokens", _cost(outlook)
     yield "limited by", limits(one)
 
@@ -479,6 +487,12 @@ def loading_line(plan: Plan) -> str:
     more = ", more than there is" if plan.loading_bytes > hardware.host_memory_bytes else ""
     text = f"up to {_gib(plan.loading_bytes)} of main memory a node while {each}{more}"
     return f"{text}; {_gib(plan.zero_init_bytes)} with zero.Init (ZeRO 3)" if hardware.count > 1 else text
+
+
+def initialize_line(plan: Plan) -> str:
+    """Format the memory that ZeRO-3 needs on each GPU until it has partitioned a model that was made whole."""
+    more = ", more than it may use" if plan.whole_bytes > plan.hardware.ceiling_bytes else ""
+    return f"{_gib(plan.whole_bytes)} a GPU at first{more}, unless zero.Init makes the model (as transformers' Trainer does)"
 
 
 def _chance(one: Prediction) -> str:

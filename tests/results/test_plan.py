@@ -13,12 +13,14 @@ from autotune.commands import plan as plan_command
 from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
+from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
+from autotune.predict.trace_cache import closed_form_trace
 from autotune.predict.what_if import loading_bytes_per_node
 from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
-from autotune.problem.space import load_space
+from autotune.problem.space import load_space, parse_space
 from autotune.results.plan import (
     BAR,
     UNPRICED,
@@ -189,6 +191,34 @@ def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
     assert "(--loss chunked; in a script TRL's chunked loss or Liger's fused_linear_cross_entropy)" in text
     assert "TiledFusedLogitsLoss" not in text, "its gradient of the head is wrong under accumulation and fp16"
     assert plan.to_json()["chunked_loss"]["same_config"]["peak_bytes"] == round(chunked.same.peak_bytes)
+
+
+@pytest.mark.parametrize(("gather", "stage"), [(True, 3), (False, 3), (True, 2)])
+def test_zero_3_moves_the_whole_model_to_each_gpu_and_gathers_it_for_a_save(gather: bool, stage: int) -> None:
+    """A 14B model with adapters fits two cards of 24 GiB once it is partitioned, and dies before unless it is made in parts."""
+    job = make_job(
+        2,
+        model="qwen2.5-14b",
+        precision="bf16",
+        seq_len=256,
+        lora=parse_lora("r=8"),
+        base_config={"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": gather}},
+    )
+    hardware = named_hardware("rtx4090", 2, headroom=0.0)
+    space = parse_space(
+        f"knobs: {{zero_stage: [{stage}], activation_checkpointing: [true], train_micro_batch_size_per_gpu: [1]}}"
+    )
+    frozen = 14_770_000_000
+    trace = dataclasses.replace(
+        closed_form_trace(job, "no trace", ([10**6], frozen)), frozen_sizes=[frozen // 500] * 500
+    )
+    predictor = Predictor(job, hardware, trace)
+    plan = make_plan(PlanSetup(job=job, hardware=hardware, space=space), predictor)
+    text = " ".join(shown(plan).split())
+    assert plan.whole_bytes == pytest.approx(2 * frozen * (stage == 3), rel=0.01)
+    assert plan.save_bytes == pytest.approx(2 * frozen * (stage == 3 and gather), rel=0.01)
+    assert ("28 GiB a GPU at first, more than it may use, unless zero.Init" in text) is (stage == 3)
+    assert ("28 GiB more main memory on the first node" in text) is (stage == 3 and gather)
 
 
 @pytest.mark.slow
