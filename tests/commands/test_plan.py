@@ -315,14 +315,6 @@ def test_cards_come_cheapest_first() -> None:
 
 
 @pytest.mark.slow
-def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
-    for precision, offered in ((None, True), ("bf16", False)):
-        (plan,) = plans(Request(model="llama-3.2-1b", gpus=1, seq_len=2048, precision=precision), ["a100"])
-        (volta,) = (card for card in plan.cards if card.gpu == "v100-32gb")
-        assert (volta.best is not None) is offered
-
-
-@pytest.mark.slow
 def test_your_own_memory_counts() -> None:
     (plan,) = plans(Request(model="llama-3.2-1b", gpus=2, seq_len=2048, host_memory="1TiB", reserve="59GiB"), ["a100"])
     assert not plan.host_assumed

@@ -152,3 +152,16 @@ def test_other_machines_are_those_on_which_it_surely_fits(trace: Trace) -> None:
     found = [card.fewest for card in (*machines.cards(), machines.fewest_of_own()) if card]
     assert sum(one is not None for one in found) > 5
     assert all(one.prediction.sure for one in found if one)
+    for card in machines.cards():
+        for one in filter(None, (card.fewest_offloading, card.best)):
+            assert one.host_bytes <= one.hardware.host_memory_bytes, "as in a plan of that card"
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed(trace: Trace, typed: bool) -> None:
+    _, setup, predictor = planned(trace, CARD)
+    setup = dataclasses.replace(setup, precision_typed=typed)
+    candidates = setup.space.candidates(JOB)
+    machines = Machines(setup, OtherHardware(setup.space, predictor, candidates, predictor.table(candidates)))
+    volta = machines.tried("v100-32gb", 4, 1)
+    assert (volta and volta.job.precision) == (None if typed else "fp16")
