@@ -95,9 +95,8 @@ def _tune(request: Request, shown: Console) -> None:
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, and the GPUs needed. Nothing is run."""
     begin("reading the model and the cards", request.as_json)
-    from autotune.commands.plan import plans
+    from autotune.commands.plan import fit_surely, plans
     from autotune.results.plan import comparison_table, show_plan
-    from autotune.util.units import parse_share
 
     names = [one.strip() for one in (request.gpu or "").split(",")]
     compared = len(names) > 1
@@ -108,8 +107,7 @@ def plan(request: Request) -> None:
         comparison_table(found).show(console(), folded="config")
     else:
         show_plan(found[0], console())
-    chances = [one.best[0].chance for one in found if one.best]
-    if max(chances, default=0.0) < parse_share(request.sure):
+    if not fit_surely(found, request):
         raise typer.Exit(ExitCode.NOTHING_FITS)
 
 

@@ -37,6 +37,7 @@ from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, WayPlan
 from autotune.search.sampler import FeasibleSampler
+from autotune.util.units import parse_share
 
 
 def plans(
@@ -61,6 +62,12 @@ def plans(
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
+
+
+def fit_surely(made: Iterable[Plan], request: Request) -> bool:
+    """Check that the config of a plan fits with at least the chance of `--sure`."""
+    chances = [one.best[0].chance for one in made if one.best]
+    return max(chances, default=0.0) >= parse_share(request.sure)
 
 
 def planned_sampler(request: Request) -> FeasibleSampler:

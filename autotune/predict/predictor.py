@@ -55,14 +55,12 @@ from autotune.predict.zero_memory import (
     ACTIVATIONS,
     BUCKET,
     COPIES,
-    FREED,
     GATHERED,
     GRADIENTS,
     HOLES_LEFT,
     HOST,
     RESIDENT,
     SEGMENTS,
-    STREAMS,
     WEIGHTS,
     MemoryEstimate,
     estimate_memory,
@@ -932,19 +930,15 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     passing = k["buckets"] * terms[BUCKET] + k["gathered"] * terms[GATHERED] + k["temporaries"] * terms[COPIES]
     passing = k["scale"] * (passing + factor * terms[ACTIVATIONS])
     cached = k["cached"] * passing
-    step = np.array([float(name == "step") for name in p.memory.moments])[:, None]
     if hardware.device != "cuda":
         return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
-    # A stream's cached blocks are closed to other streams: FSDP gathers and reduces at other moments (torch 2.13,
-    # CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py).
-    elsewhere = terms[STREAMS].max(axis=0) - terms[STREAMS]
     # The allocator never merges free blocks of different segments, unless they are expandable: a step's flat tensors that are
     # larger than every free block of the loss take segments that the passes cannot use.
     passes = np.array([float(name in ("forward", "backward")) for name in p.memory.moments])[:, None]
     blocks = np.array([terms[name] for name in SEGMENTS]) * (1 - p.columns.expandable)
     segments = k["segments"] * passes * np.where(blocks > LARGEST_OF_LOSS * p.loss, blocks, 0.0).sum(axis=0)
-    whole = k["uneven"] * factor * p.uneven * terms[ACTIVATIONS] + elsewhere + segments
-    kept = cached + step * terms[FREED] + terms[HOLES_LEFT]
+    whole = k["uneven"] * factor * p.uneven * terms[ACTIVATIONS] + segments
+    kept = cached + terms[HOLES_LEFT]
     return np.asarray(held + passing), np.asarray(kept), np.asarray(k["scale"] * whole)
 
 

@@ -53,12 +53,6 @@ HOST_MEMORY_GB_PER_S, CORE_GB_PER_S = 120.0, 5.0
 ATTENTION_SHARE = 0.5 / 0.7
 NVME_GB_PER_S = 2.0
 BUCKET_SECONDS = 3e-5  # to start one collective within a node
-# Seconds per hop of a ring through all ranks, within a node and between nodes (NCCL's own table of latencies,
-# tuning.cc, protocol LL128: 1.9 us over NVLink and 4.0 us over the network, plus 14 us to start).
-HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
-# Two V100 or A100 share a PCIe switch with one path to the host (DGX-1 and DGX A100 topologies). From Hopper on, each
-# GPU has its own path.
-_SHARED_UPLINK = ("v100", "a100", "a800")
 # Bytes per second that pointwise kernels would reach on a card of unlimited bandwidth: instructions and launches take time, too.
 # With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about
 # the four fifths that slower cards are known for.
@@ -126,13 +120,11 @@ class DeviceRates:
             flops = facts.fp32_tflops
         # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
         link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
-        shared = hardware.rates is None and facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
-        pcie = facts.pcie_gb_per_s / (2 if shared else 1)
         reached = next(
             (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
         )
         memory, within = facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9
-        return cls(flops * reached * 1e12, memory, link * 1e9, pcie * 1e9, OPERATOR_SECONDS, within)
+        return cls(flops * reached * 1e12, memory, link * 1e9, facts.pcie_gb_per_s * 1e9, OPERATOR_SECONDS, within)
 
 
 @dataclass(frozen=True)
@@ -271,14 +263,12 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
     gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
     gathers = gathers + np.where(one | two, total / ranks / np.maximum(1.0, c.allgather_bucket), 0.0)
     groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
-    # Beyond one node a collective passes every rank. Within a node, BUCKET_SECONDS includes that.
-    hops_seconds = (hardware.nodes - 1) * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
     return {
         "gather_micro": np.where(three, fetched, zero),
         "gather_step": np.select([one | two, three], [once + zero, others * width * whole], 0.0),
         "reduce_micro": np.select([two, three], [to_its_rank * reduced, reduced], 0.0),
         "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, zero),
-        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + hops_seconds),
+        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * BUCKET_SECONDS,
     }
 
 

@@ -43,7 +43,7 @@ REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (
 Terms = dict[str, Floats]
 WEIGHTS, GRADIENTS, MASTERS, STATES = "weights", "gradients", "master weights", "optimizer states"
 BUCKET, GATHERED, COPIES, ACTIVATIONS = "reduce bucket", "gathered parameters", "copies", "activations"
-STREAMS, HOLES_LEFT, FREED, HOST = "streams", "holes", "freed", "host"
+HOLES_LEFT, HOST = "holes", "host"
 SEGMENTS = ("flat gradients", "cast gradients", "gradient norm")
 RESIDENT = (WEIGHTS, GRADIENTS, MASTERS, STATES)  # (n,) each: allocated all the time
 # (moments, n) each; COPIES are the gradients of a pass, and the copies that a step makes
@@ -57,9 +57,8 @@ class MemoryEstimate:
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
 
     Args:
-        terms: RESIDENT and PASSING; STREAMS, (moments, n), of which other streams cannot use the freed segments (included
-            above); HOLES_LEFT, FREED, SEGMENTS and HOST, (n,): space between frozen partitions, blocks that a step has freed and
-            cannot reuse, blocks that a step takes at once, main memory.
+        terms: RESIDENT and PASSING; HOLES_LEFT, SEGMENTS and HOST, (n,): space between frozen partitions, blocks that a step
+            takes at once, main memory.
     """
 
     moments: tuple[str, ...]
@@ -226,8 +225,8 @@ def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu
     sizes = Sizes.of(job, trace, device)
     at = Moments.of(trace, sizes.width)
     shape = (len(at.names), len(columns))
-    terms: Terms = {name: np.zeros(shape) for name in (*PASSING, STREAMS)}
-    terms |= {name: np.zeros(len(columns)) for name in (*RESIDENT, *SEGMENTS, HOLES_LEFT, FREED, HOST)}
+    terms: Terms = {name: np.zeros(shape) for name in PASSING}
+    terms |= {name: np.zeros(len(columns)) for name in (*RESIDENT, *SEGMENTS, HOLES_LEFT, HOST)}
     sums_apart = (columns.stage == 1) & (columns.accumulated != sizes.width) & (columns.offload_optimizer == 0)
     sums_apart &= job.precision == "bf16"
     stages: list[tuple[Callable[..., Terms], Flags]] = [
@@ -242,7 +241,7 @@ def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu
                 terms[name][..., mine] = size
     terms[ACTIVATIONS] = _activations(job, trace, columns, at)
     other = (at.checkpointing != columns.checkpointing) & ~np.isnan(at.checkpointing)
-    for name in (*PASSING, STREAMS):
+    for name in PASSING:
         terms[name][other] = 0.0
     return MemoryEstimate(at.names, terms)
 
@@ -337,7 +336,6 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
     step = np.maximum(flattened, c.master + s.temporary) * s.part
     step = ~out * (across + np.maximum(own * s.part + s.norm, step))
     step = step + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
-    freed = np.where(own != c.master, np.where(flat_sum, own, 2 * s.width), 0.0) * s.part
     # Muon gathers offloaded gradients and momenta in 32 bits. Otherwise the end of backward replaces gradients by updates.
     gathered = 2 * 4.0 * min(s.muon_share * s.trained, max(s.muon_largest, _MUON_BATCH))
     step = np.maximum(step, out * (gathered + _NEWTON_SCHULZ_BYTES * s.muon_largest))
@@ -350,7 +348,6 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
         BUCKET: np.where(at.at("step"), adds * one * bucket, in_pass) * ~at.at("init"),
         GATHERED: s.dequantized * at.at("forward", "backward"),
         COPIES: np.maximum(np.where(at.at("step"), step, gradients), kept * ~at.ended) * ~at.at("init"),
-        FREED: stepping * freed,
         **dict(zip(SEGMENTS, (stepping * own * s.part, stepping * cast * s.part, stepping * s.norm), strict=True)),
         HOST: out * _host_of_two(s, c, adds & (c.stage == 2) & ~flat_sum & (c.master == 4)),
     }
@@ -384,7 +381,6 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     passes = at.at("forward", "backward")
     turn = gathered_bytes(s.trace, c, s.frozen_width, s.ranks)
     always = s.frozen_width * persistent(s.trace, c)
-    freed = np.where(c.accumulated != c.master, c.accumulated, 0.0) * group
     weights = sets * (s.whole + s.frozen_width * s.frozen)
     # Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
     # together (stage3.py, _create_fp16_partitions_with_defragmentation).
@@ -398,7 +394,6 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
         GATHERED: several * np.where(at.at("step"), always, passes * np.maximum(turn, at.used)),
         COPIES: np.select([passes, at.at("step")], [np.where(keeps_gradients_contiguous(c), 0.0, first), step], beyond),
         HOLES_LEFT: np.where(c.offload_param > 0, 0.0, holes),
-        FREED: stepping * freed,
         **dict(
             zip(SEGMENTS, (stepping * c.accumulated * group, stepping * cast * group, stepping * s.norm), strict=True)
         ),
@@ -426,7 +421,6 @@ def _fsdp(s: Sizes, c: Columns, at: Moments) -> Terms:
         WEIGHTS: np.where(c.offload_param > 0, 0.0, weights),
         GRADIENTS: ~out * accumulates(c) * shard * s.part,
         COPIES: copies * ~at.at("init"),
-        STREAMS: (reduced + terms[GATHERED]) * ~at.at("init"),
         HOLES_LEFT: 0 * c.stage,
     }
 

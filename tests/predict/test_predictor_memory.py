@@ -48,27 +48,6 @@ def test_blocks_that_can_be_given_back_make_nothing_not_fit() -> None:
     assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "at"), [(1, "step"), (256, "backward")])
-def test_what_fsdps_streams_have_taken_is_shown_beside_the_peak_and_can_be_given_back(batch: int, at: str) -> None:
-    """In forward the last step's gradients are gone, in the step the gathered parameters: nothing else takes their place."""
-    foreach = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    job = make_job(precision="bf16", seq_len=SEQ_LEN, torch_alone=True, base_config=foreach)
-    predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
-    prepared = predictor.prepare([make_candidate(3, batch, activation_checkpointing=True, reduce_bucket_size=1000)])
-    bill, mean = prepared.memory, predictor._memory.mean
-    peak = bill.peaks()[:, 0].argmax()
-    assert bill.moments[peak] == at
-    before = bill.terms["streams"][:, 0].max() - bill.terms["streams"][peak, 0]
-    assert before > 0
-    without = replace(
-        prepared, memory=replace(bill, terms={**bill.terms, "streams": np.zeros_like(bill.terms["streams"])})
-    )
-    found, bare = (peaks(one, predictor.hardware, mean) for one in (prepared, without))
-    assert found.shown[0] - bare.shown[0] == pytest.approx(before)
-    assert found.needed[0] - bare.needed[0] == pytest.approx(0.1 * before)
-    assert found.allocated[0] == bare.allocated[0]
-
-
 def test_fsdp_has_no_bucket_of_deepspeeds_default_size() -> None:
     """References of capped CPU ranks were refused for DeepSpeed's bucket of 5e8 elements."""
     job = make_job(precision="fp32", seq_len=SEQ_LEN, base_config={"zero_optimization": {"reduce_bucket_size": 5e8}})

@@ -152,7 +152,6 @@ def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
     near, far, farther = (work_of({"zero_stage": 3}, hardware) for hardware in (together, apart, slow))
     assert far.gather_micro[0] == pytest.approx(1.5 * near.gather_micro[0])
     assert farther.gather_micro[0] == pytest.approx(24 * near.gather_micro[0])
-    assert far.collectives[0] > near.collectives[0]  # a collective passes every rank
 
 
 def test_zero_3_gathers_frozen_parameters_too() -> None:
@@ -172,9 +171,6 @@ def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
     knobs = {"zero_stage": 2, "offload_optimizer": "cpu"}
     one, two = (work_of(knobs, named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
     assert two.cpu_adam[0] == pytest.approx(one.cpu_adam[0] / 2)
-    assert DeviceRates.of(named_hardware("a100", 8), "bf16").pcie == 12e9  # two share a switch
-    assert DeviceRates.of(named_hardware("a100", 1), "bf16").pcie == 24e9
-    assert DeviceRates.of(named_hardware("h100", 8), "bf16").pcie == 48e9
 
 
 def test_the_host_of_one_node_holds_what_its_ranks_offload() -> None:

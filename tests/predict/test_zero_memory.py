@@ -168,10 +168,6 @@ def test_fsdps_shards_are_its_masters(config: dict, parameters: int, optimizer: 
     assert one.terms["copies"][2, 0] == 2 * 40 + gradients * 20 / 2
     at = one.moments.index("step")
     assert one.terms["copies"][at, 0] == gradients * 50
-    sent = one.terms["streams"][:, 0] - one.terms["gathered parameters"][:, 0]
-    assert [sent[i] for i in (0, 2, at)] == [0, gradients * 20 / 2, gradients * 50]
-    assert one.terms["freed"][0] == 0
-    assert not bill_of(FSDP).terms["streams"].any(), "DeepSpeed's are not told apart"
     between = bill_of({**FSDP, **ACCUMULATING}, job)
     assert between.terms["gradients"][0] == gradients * 50
     assert (between.terms["copies"][2, 0], between.terms["copies"][at, 0]) == (2 * 40, 0)
