@@ -18,7 +18,6 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
 from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, Belief, Forecast, Mixture, Point
 from autotune.search.pruning import CandidatePool, DominanceRules, numbered
 from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, speed_left
@@ -68,8 +67,7 @@ class Proposer:
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self._belief = Belief(predictor, candidates, effect_sigmas)
         rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
-        most_micro_batches = math.inf if job.script is not None else MAX_TIMED_MICRO_BATCHES
-        self._pool = CandidatePool(candidates, rules, self._belief.host_bytes, most_micro_batches)
+        self._pool = CandidatePool(candidates, rules, self._belief.host_bytes)
         self._index, self._family = self._pool.index, self._pool.family
         self._fallback = FallbackSchedule(candidates, hardware.device)
         self._group = numbered(first_order_key(candidate) for candidate in candidates)
@@ -223,10 +221,6 @@ class Proposer:
         alike = self._stage == self._stage[at]
         self._limit_bytes[alike] = np.minimum(self._limit_bytes[alike], share * searched.peak_bytes)
         self._forget()
-
-    def also_too_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
-        """Return the candidates that need at least as much of the exhausted memory, including this one."""
-        return {self.candidates[i] for i in np.flatnonzero(self._pool.also_too_large(candidate, kind))}
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
         """Double the candidate's time limit after a tuner's limit ended its trial. Slow starts raise all limits."""

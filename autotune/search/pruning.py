@@ -1,12 +1,12 @@
 """Exclusion of candidates by outcomes of trials, each with its reason.
 
-`CandidatePool.observe` excludes by the kind of an OOM:
+`CandidatePool.observe` excludes by the kind of a failure:
 
 - Device OOM: candidates of the same stage that surely need at least as much (`Dominance`).
-- Host OOM: the same engine, on GPUs also candidates that offload at least as much (`HostDominance`), and settings that
-  several failed engines share (`SharedCauseDetector`). The last two exclude nothing if one of these candidates has worked.
-- Host OOM with `Source.DEATH`: the tuner died twice in the trial (`abandoned_outcome` in `search/trials.py`). The same
-  engine and shared settings are excluded, without `HostDominance`.
+- Host OOM: on GPUs, candidates that offload at least as much (`HostDominance`), and as other failures.
+- Any other failure: the same engine. If several engines failed with one text, the settings that all of them share.
+
+An exclusion by host memory or by shared settings needs that none of its candidates has worked.
 
 Some OOMs exclude nothing:
 
@@ -21,15 +21,13 @@ Some OOMs exclude nothing:
 
 Other effects of an OOM change the order of trials, and exclude no candidate for good. The predictor is calibrated, and the
 belief takes the OOM as a lower bound of the peak (`Belief.forecast` in `search/belief.py`). After a verification that needs
-too much memory, `apply_verification_result` (`search/tuner.py`) ranks measured candidates last (`Leaderboard.deprioritize`),
-and after a device OOM lowers the memory limit of the stage. After a host OOM, `FallbackSchedule` (`search/proposer.py`) tries
-only candidates of that stage that offload less, so a search in which nothing fits may end earlier.
+too much memory, measured candidates that need as much rank last (`Leaderboard.is_deprioritized`), and a device OOM lowers
+the memory limit of the stage. After a host OOM, `FallbackSchedule` (`search/proposer.py`) tries only candidates of that
+stage that offload less, so a search in which nothing fits may end earlier.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +38,7 @@ from numpy.typing import NDArray
 
 from autotune.predict.features import Flags, Floats, Places
 from autotune.predict.trace_data import Trace
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
@@ -50,20 +48,13 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 class CandidatePool:
     """The candidates of a study, with the reason for each exclusion."""
 
-    def __init__(
-        self,
-        candidates: list[Candidate],
-        rules: DominanceRules,
-        host: Floats | None = None,
-        most_micro_batches: float = math.inf,
-    ) -> None:
+    def __init__(self, candidates: list[Candidate], rules: DominanceRules, host: Floats | None = None) -> None:
         """Index the candidates.
 
         Args:
             rules: dominance rules for device memory.
             host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
                 are one.
-            most_micro_batches: that a trial runs per step, at most.
         """
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
@@ -76,11 +67,11 @@ class CandidatePool:
         self.skipped: Counter[str] = Counter()
         self._dominance = Dominance(candidates, rules)
         self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
-        self._shared_causes = SharedCauseDetector(candidates)
         self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
-        self._run_per_step = np.minimum([candidate.accumulation for candidate in candidates], most_micro_batches)
+        self._accumulation = np.array([candidate.accumulation for candidate in candidates])
         self.family = numbered(candidate.family for candidate in candidates)
-        self._refused: dict[str, list[Candidate]] = {}
+        self._failed: dict[str, list[Candidate]] = {}  # by kind and text of the failure
+        self._offloads = np.array([bool(candidate.offloaded) for candidate in candidates])
         self._fixable: set[Candidate] = set()
         self._worked: list[Candidate] = []  # candidates of other spaces too
         self._worked_mask = np.zeros(len(candidates), dtype=bool)
@@ -129,34 +120,21 @@ class CandidatePool:
             self._exclude_larger(candidate)
         elif outcome.least_step_seconds is not None:
             self._exclude_slower(candidate)
-        elif outcome.source is Source.DEATH:
-            self.exclude(self.same_engine(candidate), f"same engine as {candidate}, which the tuner did not survive")
-            self._exclude_shared_cause(candidate, outcome)
         elif outcome.source is Source.STEPS:
             reason = f"its batch is no smaller than that of {candidate}, which left too few steps"
             self.exclude_sharing_cause(candidate, lambda other: other.rows_per_rank >= candidate.rows_per_rank, reason)
-        elif outcome.source is Source.TRACE:  # `exclude_sharing_cause` excludes what shares the cause
-            return
-        elif outcome.kind is OutcomeKind.INVALID:
-            self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
-        elif outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
-            self._learn_refusal(candidate, outcome.reason, "crashes")
-            self._exclude_shared_cause(candidate, outcome)
-        else:  # a hang, a signal or a host OOM would recur in the same engine
-            if outcome.kind is OutcomeKind.OOM_HOST:
+        elif outcome.source is not Source.TRACE:  # `exclude_sharing_cause` excludes what trains something else
+            if outcome.kind is OutcomeKind.OOM_HOST and outcome.source is not Source.DEATH:
                 self._exclude_larger_on_host(candidate)
-            self.exclude(self.same_engine(candidate), f"same engine as {candidate}: {outcome.kind.value}")
-            self._exclude_shared_cause(candidate, outcome)
+            self._exclude_shared_settings(candidate, outcome)
 
     def _exclude_slower(self, candidate: Candidate) -> None:
-        """Exclude candidates of the same engine with no smaller micro-batch and no fewer of them in a trial's step.
+        """Exclude candidates of the same engine with no smaller micro-batch and no fewer of them in a step.
 
         Fewer and larger micro-batches may take less time, as each one gathers, or reads from the host, all weights.
         """
-        if (at := self.index.get(candidate)) is None:
-            return
         slower = self.same_engine(candidate) & (self._micro_batch >= candidate.micro_batch)
-        slower &= self._run_per_step >= self._run_per_step[at]
+        slower &= self._accumulation >= candidate.accumulation
         self.exclude(slower, f"same engine and no smaller batch than {candidate}, which was too slow")
 
     def note_fixable(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -174,15 +152,6 @@ class CandidatePool:
         """Return a mask of the candidates with the same engine."""
         at = self.index.get(candidate)
         return np.zeros_like(self.open_mask) if at is None else self.family == self.family[at]
-
-    def also_too_large(self, candidate: Candidate, kind: OutcomeKind) -> Flags:
-        """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,).
-
-        This method excludes nothing. The caller deprioritizes these candidates after a failed verification.
-        """
-        if kind is OutcomeKind.OOM_DEVICE:
-            return self._dominance.at_least_as_large(candidate)
-        return self.same_engine(candidate) | self._host.at_least_as_large(candidate)
 
     def close(self, candidate: Candidate) -> None:
         """Remove a candidate from the open ones."""
@@ -219,52 +188,29 @@ class CandidatePool:
             self.host_too_large |= larger
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
-    def _exclude_shared_cause(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Exclude the settings that this failed engine shares with other failed ones."""
-        if (at := self.index.get(candidate)) is not None:
-            excluded = self._shared_causes.record_failure(at, int(self.family[at]), self._worked_mask)
-            self.exclude(excluded, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
+    def _exclude_shared_settings(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Exclude the engine, and every candidate with the settings that all failures with this text share.
 
-    def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
-        """Exclude every candidate with the settings that all failures with this message share, whatever its numbers.
-
-        After a single failure, or if a working candidate has the shared settings too, only the same engine is excluded. After
-        `_SURE_OF_STAGE` failures at one stage, at which nothing has worked, that stage is excluded. A message that names the
-        stage excludes it at once, together with the other settings that it names.
+        An exception tells its cause, so two failed engines suffice. A hang or a signal needs an engine more for each
+        first-order knob in which the failed ones differ.
         """
-        refused = self._refused.setdefault(_NUMBERS.sub("#", reason), [])
-        refused.append(candidate)
-        shared = set.intersection(*(set(one.family) for one in refused))
-        stages, named = {one.stage for one in refused}, _named_settings(candidate, reason)
-        sure = len(refused) >= _SURE_OF_STAGE and len(stages) == 1
-        if named:
-            shared = named
-        elif sure and not any(one.stage in stages for one in self._worked):
-            shared &= {("zero_stage", candidate.stage)}
-        if (len(refused) == 1 and not named) or any(shared <= set(one.family) for one in self._worked):
-            shared = set(candidate.family)
-        alike = np.array([shared <= set(other.family) for other in self.candidates])
-        self.exclude(alike, f"{how}: {reason[:160]}")
+        is_told = outcome.kind is OutcomeKind.INVALID or outcome.source is Source.EXCEPTION
+        how = "DeepSpeed refuses" if outcome.kind is OutcomeKind.INVALID else outcome.kind.value
+        reason = f"{how}: {outcome.reason[:160]}"
+        self.exclude(self.same_engine(candidate), reason)
+        failed = self._failed.setdefault(f"{outcome.kind} {_NUMBERS.sub('#', outcome.reason)}", [])
+        failed.append(candidate)
+        engines = {frozenset(one.family) for one in failed}
+        shared = frozenset.intersection(*engines)
+        differing = {name for engine in engines for name, _ in engine - shared} & set(FIRST_ORDER)
+        least = 1 if is_told else 1 + len(differing)
+        if len(engines) > least and not any(shared <= set(one.family) for one in self._worked):
+            alike = np.array([shared <= set(other.family) for other in self.candidates])
+            offload = all(one.offloaded for one in failed)  # the host or an op may be the cause
+            self.exclude(alike & self._offloads if offload else alike, reason)
 
 
 _NUMBERS = re.compile(r"\d+")  # sizes and addresses differ between failures with one cause
-_SURE_OF_STAGE = 2  # failures with one message at one stage
-
-
-def _named_settings(candidate: Candidate, reason: str) -> set[tuple[str, Value]]:
-    """Return the candidate's settings that a message names, if its stage is one of them; empty otherwise.
-
-    DeepSpeed writes `ZeRO Stage 3`, `ZeRO-3`, `stage_3`, and a key with spaces instead of underscores.
-    """
-    words = re.sub(r"[\W_]+", " ", reason.lower())
-    if not re.search(rf"\b(zero|stage) ?{candidate.stage}\b", words):
-        return set()
-
-    def is_named(name: str) -> bool:
-        key = name.rpartition(".")[2]
-        return key == "zero_stage" or key.replace("_", " ") in words or (name in OFFLOADING and "offload" in words)
-
-    return {(name, value) for name, value in candidate.family if is_named(name)}
 
 
 def numbered(keys: Iterable[object]) -> Places:
@@ -413,56 +359,3 @@ class HostDominance:
         for where in self._where:
             found &= (where == where[at]) | (where[at] == "none")
         return np.asarray(found)
-
-
-# -- shared causes -----------------------------------------------------------------------------------------------------
-#
-# Find settings that failed engines have in common: hangs, crashes, host OOM, and trials that the tuner did not
-# survive.
-#
-# A single failure excludes only its engine. If several engines fail, their shared settings are excluded, and nothing
-# wider. A wider exclusion requires more failed engines, and no candidate in it may have worked. If all failed engines
-# offload the optimizer or the parameters, the host or an op may be the cause. Candidates without offloading then stay
-# open.
-
-LEAST_FAILED = 2  # failed engines that agree in all of these knobs; one more for each knob in which they differ
-_KNOBS = tuple(name for name in FIRST_ORDER if name not in (MICRO_BATCH, ACCUMULATION))
-
-
-class SharedCauseDetector:
-    """First-order settings of engines, and the failed ones among them."""
-
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        columns = [numbered(candidate.get(name) for candidate in candidates) for name in _KNOBS]
-        columns = [column for column in columns if column.any()]  # knobs with several values
-        self._settings = np.array(columns, dtype=np.intp).T.reshape(len(candidates), len(columns))
-        self._offloads = np.array([bool(c.offloaded) for c in candidates])
-        self._failed: dict[int, int] = {}  # engine -> place of one of its candidates
-
-    def record_failure(self, at: int, engine: int, worked: Flags) -> Flags:
-        """Record a failure of the candidate at this place.
-
-        Args:
-            worked: (n,) candidates that have worked.
-
-        Returns:
-            (n,) candidates with the settings that this failure shares with others and that no working candidate has.
-        """
-        self._failed.setdefault(engine, at)
-        failed_places = list(self._failed.values())
-        failed, excluded = self._settings[failed_places], np.zeros_like(worked)
-        width = self._settings.shape[1]
-        for size in range(width + 1):
-            for shared in map(list, itertools.combinations(range(width), size)):
-                sharing = (failed[:, shared] == self._settings[at, shared]).all(axis=1)
-                same = failed[sharing]
-                # the failures share more than `shared`, so a narrower cause explains them
-                common = (same == same[0]).all(axis=0)
-                if len(same) < LEAST_FAILED + width - size or int(common.sum()) > size:
-                    continue
-                alike = (self._settings[:, shared] == self._settings[at, shared]).all(axis=1)
-                if self._offloads[failed_places][sharing].all():
-                    alike &= self._offloads
-                if not (alike & worked).any():
-                    excluded |= alike
-        return excluded
