@@ -41,7 +41,7 @@ from autotune.results.output_files import secrets_note
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
-from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_of
+from autotune.search.concurrency import SearchWorkers
 from autotune.search.proposer import Proposer
 from autotune.search.storage import (
     StorageFailures,
@@ -249,7 +249,6 @@ def _open_study(
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if shared:
         store.share(observer.print_line)
-        agree_on_memory(store, setup.hardware, force=setup.request.force)
     if setup.request.command:
         store.note_command(setup.request.command)
     for note in setup.notes:
@@ -298,7 +297,8 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
             f"study {store.name} goes on: {counted(len(done), 'trial')} in {format_duration(used)} so far{interrupted}"
         )
         if peers := store.peers():
-            observer.print_line(f"{len(peers)} more at it: {', '.join(map(host_of, peers))}")
+            hosts = [peer.partition("/")[0] for peer in peers]
+            observer.print_line(f"{len(peers)} more at it: {', '.join(hosts)}")
     else:
         observer.print_line(f"study {store.name} is new")
 

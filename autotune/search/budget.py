@@ -10,7 +10,7 @@ from autotune.problem.job import checkpoint_seconds, weights_seconds
 from autotune.problem.outcome import Outcome
 from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import TRIAL_SHARE, Proposer
-from autotune.search.trials import RESUME, SEARCH, VERIFY
+from autotune.search.trials import SEARCH, VERIFY
 from autotune.util.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a shorter budget cannot hold one trial
@@ -61,11 +61,10 @@ class Budget:
     @property
     def reference_seconds(self) -> float:
         """Expected seconds of one trial without DeepSpeed; 0 before anything was measured."""
-        best = self._best
-        if best is None:
+        if self._best is None:
             return 0.0
-        measuring = max((WARMUP_STEPS + REFERENCE.min_steps) * self._step_seconds(best), REFERENCE.min_seconds)
-        return SLACK * (self._startup_seconds(best) + measuring)
+        measuring = max((WARMUP_STEPS + REFERENCE.min_steps) * self._step_seconds, REFERENCE.min_seconds)
+        return SLACK * (self._startup_seconds + measuring)
 
     @property
     def _best(self) -> Candidate | None:
@@ -89,37 +88,21 @@ class Budget:
         ended = [(one.candidate.family, one.outcome) for one in searched if one.outcome is not None]
         return {family: outcome for family, outcome in ended if outcome.ok and outcome.started}
 
-    def _share(self, role: str) -> float:
-        """Share of the expected seconds that the call's last trial of a role took."""
-        board = self._look()
-        for record in reversed(board.trials_now):
-            if record.role == role and record.outcome is not None and record.outcome.ok:
-                expected = self._expected_seconds(role, record.candidate)
-                return min(1.0, SLACK * record.outcome.seconds / expected) if expected else 1.0
-        return 1.0
-
     @property
     def verification_seconds(self) -> float:
-        """Expected seconds for verification of the best candidate."""
-        return self._share(VERIFY) * self._expected_seconds(VERIFY, self._best)
+        """Expected seconds for verification of the best candidate: a start, whole steps, and a save of the weights."""
+        measuring = max(5 * self._step_seconds, self.verify_spec.min_seconds)
+        expected = SLACK * (self._startup_seconds + measuring + self._save_seconds)
+        verified = [record.outcome for record in self._look().trials_now if record.role == VERIFY]
+        took = [outcome.seconds for outcome in verified if outcome is not None and outcome.ok]
+        return min(expected, SLACK * took[-1]) if took else expected
 
     @property
     def resume_seconds(self) -> float:
-        """Expected seconds to write a checkpoint and resume from it."""
-        return self._share(RESUME) * self._expected_seconds(RESUME, self._best)
-
-    def _expected_seconds(self, role: str, candidate: Candidate | None) -> float:
-        """Return the expected seconds of a role before scaling.
-
-        A verification runs whole steps and saves the weights. A resume trial starts twice, and writes and reads a
-        checkpoint.
-        """
-        if role == VERIFY:
-            measuring = max(5 * self._step_seconds(candidate), self.verify_spec.min_seconds)
-            return SLACK * (self._startup_seconds(candidate) + measuring + self._save_seconds)
-        if not self.tries_resuming or candidate is None:
+        """Expected seconds to write a checkpoint and resume from it: two starts, a write and a read."""
+        if not self.tries_resuming or self._best is None:
             return 0.0
-        return SLACK * 2 * self._startup_seconds(candidate) + self.checkpoint_seconds
+        return SLACK * 2 * self._startup_seconds + self.checkpoint_seconds
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -141,19 +124,21 @@ class Budget:
         """Return True if resuming is possible and cheap enough to be tested."""
         return self.executor.resumes and self.checkpoint_seconds <= TRIAL_SHARE * self.budget_seconds
 
-    def _step_seconds(self, candidate: Candidate | None) -> float:
-        return self._look().measured[candidate][1].step_seconds if candidate is not None else 0.6
+    @property
+    def _step_seconds(self) -> float:
+        return self._look().measured[self._best][1].step_seconds if self._best is not None else 0.6
 
-    def _startup_seconds(self, candidate: Candidate | None) -> float:
-        """Seconds until a candidate is measured, including warm-up.
+    @property
+    def _startup_seconds(self) -> float:
+        """Seconds until the best candidate is measured, including warm-up.
 
         If the study has started no engine of its family, the slowest other start is used.
         """
-        starts = self._starts
+        starts, best = self._starts, self._best
         slowest = max((outcome.outside_seconds for outcome in starts.values()), default=FIRST_TRIAL_SECONDS)
-        if candidate is None:
+        if best is None:
             return slowest
-        own, measured = starts.get(candidate.family), self._look().measured[candidate][1]
+        own, measured = starts.get(best.family), self._look().measured[best][1]
         took = slowest if own is None else own.outside_seconds
         # a family that warmed up with a shortened accumulation uses whole steps next time
         shortened = measured.extrapolated or (own is not None and own.measurement and own.measurement.extrapolated)

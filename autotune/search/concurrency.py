@@ -1,24 +1,19 @@
-"""Search workers of one tuner, and machines of peer tuners."""
+"""Search workers of one tuner."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import CARD_APART, MAIN_MEMORY_APART, Hardware
-from autotune.search.study import StudyStore
-from autotune.util.units import format_bytes
 
 # -- search workers ----------------------------------------------------------------------------------------------------
 #
 # Worker threads of one search. A lock serializes proposing; measuring runs in parallel.
 
-_LOOK_SECONDS = 0.5  # a waiting worker polls after this time if no worker has notified it
 _WAY_SECONDS = 0.01  # a notified worker acquires the lock within this time
+_LOOK_SECONDS = 0.5  # a waiting worker polls after this time if no worker has notified it
 
 
 def host_bound(candidate: Candidate) -> bool:
@@ -133,69 +128,3 @@ class SearchWorkers:
         self._waiting += 1
         self._lock.wait(_LOOK_SECONDS)
         self._waiting -= 1
-
-
-# -- machines of peer tuners -------------------------------------------------------------------------------------------
-#
-# An OOM of one tuner excludes candidates for all peers, while each tuner chooses the winner under its own ceiling.
-
-
-def host_of(tuner: str) -> str:
-    """Return the host in a tuner's name."""
-    return tuner.partition("/")[0]
-
-
-def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = False) -> None:
-    """Check that this machine has the same memory as the peer tuners.
-
-    Without peers, this call's machine is stored as the study's machine.
-
-    Args:
-        store: already shared.
-        force: skip the check.
-
-    Raises:
-        UserError: a candidate that fits on a peer may not fit here, or the reverse.
-    """
-    peers = store.peers()
-    if not peers:
-        store.note_hardware(hardware)
-        return
-    unlike = unlike_memory(store.hardware, hardware, beside=socket.gethostname() in map(host_of, peers))
-    if unlike and not force:
-        store.leave()
-        raise UserError(
-            f"study {store.name!r} is being tuned with other memory ({'; '.join(unlike)}): what runs out there would be "
-            "ruled out here; give all calls one --memory-cap and --headroom, choose another --study, or --force"
-        )
-
-
-def unlike_memory(theirs: Hardware, mine: Hardware, *, beside: bool) -> list[str]:
-    """List the memory differences that make results of one tuner invalid for the other.
-
-    Args:
-        theirs: the peer's machine.
-        mine: this machine.
-        beside: both tuners run on one machine. Their figures for main memory then differ by the peer's current usage,
-            which is ignored.
-
-    Returns:
-        One line per difference, such as `capacity a rank: 79 GiB -> 60 GiB`.
-    """
-    main_memory = 1.0 if beside else MAIN_MEMORY_APART
-    compared = {
-        "capacity a rank": (
-            theirs.capacity_bytes,
-            mine.capacity_bytes,
-            main_memory if mine.device == "cpu" else CARD_APART,
-        ),
-        "main memory": (theirs.host_memory_bytes, mine.host_memory_bytes, main_memory),
-    }
-    lines = [
-        f"{what}: {format_bytes(their)} -> {format_bytes(our)}"
-        for what, (their, our, apart) in compared.items()
-        if abs(their - our) > apart * max(their, our)
-    ]
-    if theirs.headroom != mine.headroom:
-        lines.append(f"headroom: {100 * theirs.headroom:g} % -> {100 * mine.headroom:g} %")
-    return lines

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import SequenceMatcher
 from typing import Any
 
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
@@ -23,10 +22,8 @@ from autotune.script.profile import OPS, SEEDS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry
 from autotune.util.interpreter import OWN, Interpreter
-from autotune.util.units import counted
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
-_MOST_PARTS = 4  # of a list whose differences are named one by one
 BESIDES = "watched_besides"  # names of variables that fingerprints without this key did not record
 # No measurement depends on the tuner's own package. Its version is stored, but it neither names a study nor separates
 # two. The version in study names is the one of all studies that were named with it.
@@ -206,30 +203,16 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     """Return one line for each leaf or part of a list that differs, such as `job.seq_len: 768 -> 1024`."""
     lines = []
     for key in sorted({*old, *new}, key=str):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, list | tuple) and isinstance(after, list | tuple):
-            lines += _list_differences(before, after, f"{prefix}{key}")
-        elif isinstance(before, dict) and isinstance(after, dict):
+        before, after = _by_place(old.get(key)), _by_place(new.get(key))
+        if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
             lines.append(f"{prefix}{key}: {_short(before)} -> {_short(after)}")
     return lines
 
 
-def _list_differences(old: Sequence[Any], new: Sequence[Any], name: str) -> list[str]:
-    """Return one line for each replaced part of a list, or one for the whole list if there are many."""
-    texts = [[json.dumps(one, default=str) for one in each] for each in (old, new)]  # JSON has no tuples
-    matched = SequenceMatcher(None, texts[0], texts[1], autojunk=False)
-    parts = [part for part in matched.get_opcodes() if part[0] != "equal"]
-    if len(parts) > _MOST_PARTS:
-        return [f"{name}: {counted(len(old), 'value')} -> {counted(len(new), 'other value')}"]
-    lines = []
-    for _, start, end, new_start, new_end in parts:
-        if end - start == new_end - new_start == 1:
-            lines += differences({str(start): old[start]}, {str(start): new[new_start]}, f"{name}.")
-        else:
-            lines.append(f"{name}.{start}: {_short(old[start:end])} -> {_short(new[new_start:new_end])}")
-    return lines
+def _by_place(value: Any) -> Any:
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else value
 
 
 def _short(value: Any) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,6 @@ class Leaderboard:
         job: a winner must have its global batch size, if set.
         outside: candidates that are not in the call's space, and cannot win.
         began: number of the first trial of the call; None stands for the latest call of the records.
-        also_too_large: returns the candidates that need at least as much of the exhausted memory as one with an OOM.
     """
 
     def __init__(
@@ -48,10 +47,9 @@ class Leaderboard:
         *,
         outside: Collection[Candidate] = (),
         began: int | None = None,
-        also_too_large: Callable[[Candidate, OutcomeKind], Collection[Candidate]] = lambda candidate, kind: (),
     ) -> None:
         self._hardware, self._job, self._outside = hardware, job, outside
-        self._began, self._also_too_large = began, also_too_large
+        self._began = began
         self.ended = [record for record in records if record.outcome is not None and record.role != TRAINING]
         self.trials_now = [record for record in self.ended if began is not None and record.number >= began]
         self._calls = _calls(records)
@@ -184,28 +182,28 @@ class Leaderboard:
         return (self._now, candidate) in self._turns
 
     @cached_property
-    def _doubts(self) -> tuple[set[Candidate], dict[int, float]]:
-        """Candidates, and allocated bytes by stage, that need at least as much as one whose verification failed."""
-        doubted: set[Candidate] = set()
-        least: dict[int, float] = {}
+    def _least_failed(self) -> dict[tuple[int, tuple[str, ...]], float]:
+        """Least allocated bytes of a candidate whose verification memory made fail, by stage and by what it offloads.
+
+        A host OOM counts for all that offload the same, and a device OOM for all of the stage.
+        """
+        least: defaultdict[tuple[int, tuple[str, ...]], float] = defaultdict(lambda: math.inf)
         for candidate, outcome in self._checked:
             share = share_that_fits(outcome, self._hardware)
-            if share is None:
+            if share is None or candidate not in self.searched:
                 continue
-            if outcome.kind.is_oom:
-                doubted.update(self._also_too_large(candidate, outcome.kind))
-            if candidate in self.searched and outcome.kind is not OutcomeKind.OOM_HOST:
-                held = share * allocated_bytes(self.searched[candidate][1])
-                least[candidate.stage] = min(held, least.get(candidate.stage, held))
-        return doubted, least
+            is_host = outcome.kind is OutcomeKind.OOM_HOST
+            place = candidate.stage, candidate.offloaded if is_host else ()
+            held = 0.0 if is_host else share * allocated_bytes(self.searched[candidate][1])
+            least[place] = min(held, least[place])
+        return least
 
     def is_deprioritized(self, candidate: Candidate) -> bool:
         """Return True if a measured candidate will probably fail verification."""
         if candidate in self.verified or candidate not in self.measured:
             return False
-        doubted, least = self._doubts
-        held = allocated_bytes(self.measured[candidate][1])
-        return candidate in doubted or held >= least.get(candidate.stage, math.inf)
+        held, least = allocated_bytes(self.measured[candidate][1]), self._least_failed
+        return held >= min(least[candidate.stage, ()], least[candidate.stage, candidate.offloaded])
 
     @property
     def rejected(self) -> int:
@@ -806,21 +804,3 @@ def missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
         return over if over > 0 else None
     headroom = hardware.capacity_bytes - hardware.ceiling_bytes if outcome.kind is not OutcomeKind.OOM_HOST else 0
     return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
-
-
-def dashboard_note(facts: StudyFacts, number: int, why: str) -> str:
-    """Return a Markdown note for Optuna's dashboard, which names the winner.
-
-    Args:
-        facts: of the study.
-        number: trial of the winner.
-        why: how the winner was chosen.
-    """
-    lines = [f"**autotune's winner is trial {number}** ({why})."]
-    if facts.winner is not None:
-        lines += [f"It is {line}." if line.startswith("tied") else f"{line}." for line in facts.comparison()]
-    lines.append(
-        "Trials that did not fit are shown as pruned, and the best trial here is the fastest measured one. "
-        "`autotune report` has the whole study on one page."
-    )
-    return "\n\n".join(lines)

@@ -37,7 +37,7 @@ class StopReason(Enum):
     MachineError. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
     """
 
-    # limits of the call: SearchLoop.why_stop (search/tuner.py), which reads Budget (search/budget.py), CallFailures
+    # limits of the call: SearchLoop.why_stop (search/tuner.py), which reads Budget (search/budget.py), TrialRecorder
     # (search/tuner.py) and SearchWorkers (search/concurrency.py)
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
@@ -46,7 +46,7 @@ class StopReason(Enum):
     # reason below, and for another exception nothing
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED_REPEATEDLY = "the machine failed {count} times in a row"
-    # an error that ends the call: CallFailures.take (search/tuner.py) or the executor raises it, Tuner.run stores it
+    # an error that ends the call: TrialRecorder (search/tuner.py) or the executor raises it, Tuner.run stores it
     JOB_FAILS = "stopped: the job fails"  # any UserError, also of the executor, such as a fork server that died
     MACHINE_ERROR = "stopped: the machine fails"  # any MachineError
     # Proposer._decide (search/proposer.py); the last two: FallbackSchedule.stop there

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import importlib.util
+import io
+import itertools
 import os
 import re
 import sqlite3
@@ -50,15 +52,14 @@ from autotune.util.files import cannot_write, disk_fails
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # URL prefixes
 DATABASES = ("study.db", "study.journal")  # files in a study's folder, by precedence
-BUSY_SECONDS = 60.0  # seconds; SQLite waits for another process's write, then the call ends
 _DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's messages
 # first bytes of a rollback journal, and also its last bytes if it names a super-journal
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-_FOUNDERS = 4  # tuners that may create the tables of a new database at once
-AWAY_SECONDS = 60.0  # seconds; wait for a server that was reachable before
+_TRIES = 4  # attempts at an operation that the network or another process interrupts
+AWAY_SECONDS = 60.0  # seconds; wait for a server that was reachable before, or for the write of another process
 HEARTBEAT_SECONDS = 10  # seconds between heartbeats of a running trial
 # A trial without a heartbeat is closed after the time that its tuner may wait for the database.
-_HEARTBEAT: dict[str, int] = {"heartbeat_interval": HEARTBEAT_SECONDS, "grace_period": int(AWAY_SECONDS)}
+_HEARTBEAT: dict[str, Any] = {"heartbeat_interval": HEARTBEAT_SECONDS, "grace_period": int(AWAY_SECONDS)}
 
 
 def record_heartbeat(trial: optuna.Trial) -> None:
@@ -164,11 +165,11 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
 
 
 def _database(url: str) -> optuna.storages.RDBStorage:
-    for left in reversed(range(_FOUNDERS)):
+    for left in reversed(range(_TRIES)):
         try:
             if is_server(url):
                 return ServerStorage(url)
-            connecting = {"timeout": BUSY_SECONDS, "factory": _BoundedConnection}
+            connecting = {"timeout": AWAY_SECONDS, "factory": _BoundedConnection}
             engine = {"connect_args": connecting} if "sqlite" in url else None
             return optuna.storages.RDBStorage(_as_template(url), engine_kwargs=engine, **_HEARTBEAT)
         except (IntegrityError, ProgrammingError, OperationalError) as error:
@@ -253,7 +254,7 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             # `mode=ro` would fail: the next process that opens the file rolls back a killed process's transaction,
             # which needs writing
             address = f"{path.absolute().as_uri()}?mode=rw"
-            connecting: dict[str, Any] = {"timeout": BUSY_SECONDS, "factory": _BoundedConnection}
+            connecting: dict[str, Any] = {"timeout": AWAY_SECONDS, "factory": _BoundedConnection}
             with closing(sqlite3.connect(address, uri=True, **connecting)) as connection:
                 schema = connection.execute("select type, name, tbl_name, sql from sqlite_master").fetchall()
             _check_schema(path, schema)
@@ -362,8 +363,6 @@ def failures_in_one_line() -> Iterator[StorageFailures]:
 #   journal unreadable, so the partial line is removed first.
 # - A deleted journal raises an error instead of being created again.
 
-_BLOCK_BYTES = 4096  # bytes per read from the end; a line has hundreds of bytes
-
 
 class _Lock(JournalFileOpenLock):
     """Lock of the journal, which removes a partial last line when it is acquired."""
@@ -459,7 +458,7 @@ def cut_torn_line(path: Path) -> None:
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:
-            start = max(0, end - _BLOCK_BYTES)
+            start = max(0, end - io.DEFAULT_BUFFER_SIZE)
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")
             if found >= 0:
@@ -479,32 +478,20 @@ def cut_torn_line(path: Path) -> None:
 # Connections are therefore tested before use. The storage waits for an unavailable server and repeats interrupted
 # operations.
 
-_TRIES = 4  # attempts at an interrupted operation
-_CONNECT_SECONDS = 10  # seconds until a host without an answer counts as unavailable
-_SILENT_MS = 20_000  # milliseconds without acknowledgement after which a connection is closed
+_SILENT_SECONDS = 20  # seconds without an answer after which a host counts as unavailable
 
 _NAMES = {"postgres": "postgresql", "postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql"}
-# SQLAlchemy's driver names and their modules; the first installed one is used.
-_DRIVERS = {
-    "postgresql": {"psycopg": "psycopg", "psycopg2": "psycopg2", "pg8000": "pg8000"},
-    "mysql": {"pymysql": "pymysql", "mysqldb": "MySQLdb", "mysqlconnector": "mysql.connector"},
-}
-_LIBPQ = {
-    "connect_timeout": _CONNECT_SECONDS,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 2,
-    "tcp_user_timeout": _SILENT_MS,
-    "application_name": "autotune",
-}
-_SILENT_SECONDS = _SILENT_MS // 1000
+_DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}
 _CONNECTING: dict[str, dict[str, Any]] = {
-    "psycopg": _LIBPQ,
-    "psycopg2": _LIBPQ,
-    "pg8000": {"timeout": _SILENT_SECONDS, "tcp_keepalive": True},
-    "pymysql": {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS, "write_timeout": _SILENT_SECONDS},
-    "mysqldb": {"connect_timeout": _CONNECT_SECONDS},
-    "mysqlconnector": {"connection_timeout": _CONNECT_SECONDS},
+    "psycopg": {
+        "connect_timeout": _SILENT_SECONDS,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 2,
+        "tcp_user_timeout": 1000 * _SILENT_SECONDS,
+        "application_name": "autotune",
+    },
+    "pymysql": {"connect_timeout": _SILENT_SECONDS, "read_timeout": _SILENT_SECONDS, "write_timeout": _SILENT_SECONDS},
 }
 INSTALL = {"postgresql": "pip install 'psycopg[binary]'", "mysql": "pip install pymysql"}
 
@@ -595,23 +582,15 @@ class ServerStorage(optuna.storages.RDBStorage):
                     self.print_line("the study's database is back")
                 return connection
 
-    # Methods that Optuna and its cache call. Creating a study or a trial is not idempotent, and Optuna itself repeats
-    # the latter.
-    set_study_user_attr = _again(optuna.storages.RDBStorage.set_study_user_attr)
-    set_study_system_attr = _again(optuna.storages.RDBStorage.set_study_system_attr)
-    get_study_id_from_name = _again(optuna.storages.RDBStorage.get_study_id_from_name)
-    get_study_name_from_id = _again(optuna.storages.RDBStorage.get_study_name_from_id)
-    get_study_directions = _again(optuna.storages.RDBStorage.get_study_directions)
-    get_study_user_attrs = _again(optuna.storages.RDBStorage.get_study_user_attrs)
-    get_study_system_attrs = _again(optuna.storages.RDBStorage.get_study_system_attrs)
-    get_all_studies = _again(optuna.storages.RDBStorage.get_all_studies)
-    set_trial_user_attr = _again(optuna.storages.RDBStorage.set_trial_user_attr)
-    set_trial_system_attr = _again(optuna.storages.RDBStorage.set_trial_system_attr)
-    set_trial_intermediate_value = _again(optuna.storages.RDBStorage.set_trial_intermediate_value)
-    set_trial_state_values = _again(optuna.storages.RDBStorage.set_trial_state_values)
-    get_trial = _again(optuna.storages.RDBStorage.get_trial)
-    _get_trials = _again(optuna.storages.RDBStorage._get_trials)
-    _get_best_trial_id = _again(optuna.storages.RDBStorage._get_best_trial_id)
+
+# Methods that Optuna and its cache call. Creating a study or a trial is not idempotent, and Optuna itself repeats the latter.
+for _name in (
+    *("set_study_user_attr", "set_study_system_attr", "get_study_id_from_name", "get_study_name_from_id"),
+    *("get_study_directions", "get_study_user_attrs", "get_study_system_attrs", "get_all_studies"),
+    *("set_trial_user_attr", "set_trial_system_attr", "set_trial_intermediate_value", "set_trial_state_values"),
+    *("get_trial", "_get_trials", "_get_best_trial_id"),
+):
+    setattr(ServerStorage, _name, _again(getattr(optuna.storages.RDBStorage, _name)))
 
 
 def _with_driver(url: str) -> tuple[str, str]:
@@ -631,20 +610,12 @@ def _with_driver(url: str) -> tuple[str, str]:
         _refuse(url, f"it does not parse; expected {server}://USER:PASSWORD@HOST/DB")
     if not parsed.database:
         _refuse(url, f"it names no database; expected {server}://USER:PASSWORD@HOST/DB")
-    drivers = _DRIVERS[server]
-    if driver and driver not in drivers:
-        _refuse(url, f"expected one of the drivers {', '.join(drivers)}, or {server}:// alone")
-    for one in [driver] if driver else drivers:
-        if _installed(drivers[one]):
-            return f"{server}+{one}://{rest}", one
-    _refuse(url, f"no driver for {driver or server} is installed: {INSTALL[server]}")
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the module's package is not installed
-        return False
+    known = _DRIVERS[server]
+    if driver not in ("", known):
+        _refuse(url, f"expected the driver {known}, or {server}:// alone")
+    if importlib.util.find_spec(known) is None:
+        _refuse(url, f"no driver for {server} is installed: {INSTALL[server]}")
+    return f"{server}+{known}://{rest}", known
 
 
 def _refuse(url: str, why: str) -> NoReturn:
@@ -659,9 +630,6 @@ def _refuse(url: str, why: str) -> NoReturn:
 # Holders renew three times per period. A dead holder on this machine is detected at once.
 _LEASE_SECONDS = 20.0
 _PATIENCE_SECONDS = 1.2 * _LEASE_SECONDS  # seconds; wait for a holder that may be dead
-
-_MALFORMED_SECONDS = 2.0  # seconds after which filelock takes over a malformed marker
-_MOST_PLACES = 64
 
 
 def lock_study(folder: Path, study: str) -> BaseFileLock:
@@ -681,39 +649,12 @@ def lock_study(folder: Path, study: str) -> BaseFileLock:
         if error.filename is not None:  # the file cannot be created; a refused lock names no file
             raise
         # No locks: ENOSYS on Lustre without `-o flock`, ENOLCK on NFS without a lock daemon, EOPNOTSUPP, EINVAL.
-    marker = folder / "lock.lease"
-    lease = SoftFileLease(marker, lease_duration=_LEASE_SECONDS, thread_local=False)
-    nobodys = None
-    with suppress(OSError):
-        nobodys = _empty(marker.stat())
+    lease = SoftFileLease(folder / "lock.lease", lease_duration=_LEASE_SECONDS, thread_local=False)
     try:
         lease.acquire(timeout=_PATIENCE_SECONDS)
     except Timeout:
-        if nobodys is None or not _invalidate_marker(marker, nobodys):
-            raise _held(study) from None
-        try:
-            lease.acquire(timeout=2 * _MALFORMED_SECONDS)
-        except Timeout:
-            raise _held(study) from None
+        raise _held(study) from None
     return lease
-
-
-def _empty(about: os.stat_result) -> tuple[int, int] | None:
-    """Return inode and change time of an empty file, or None if it is not empty."""
-    return None if about.st_size else (about.st_ino, about.st_ctime_ns)
-
-
-def _invalidate_marker(marker: Path, nobodys: tuple[int, int]) -> bool:
-    """Write to the empty marker if it is unchanged, and return whether it was.
-
-    Its creator was killed before it wrote its identity, or a power failure lost the text. filelock waits forever for an
-    empty marker but takes over a malformed one. Writing through the open file cannot reach a newer file of that name.
-    """
-    with suppress(OSError), marker.open("r+", encoding="utf-8") as file:
-        if _empty(os.fstat(file.fileno())) == nobodys:
-            file.write("nobody\n")
-            return True
-    return False
 
 
 def lock_log_dir(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
@@ -723,17 +664,16 @@ def lock_log_dir(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
         The study's folder, or a subfolder if another tuner holds it, and the lock.
 
     Raises:
-        UserError: all of the allowed folders are held.
         OSError: the folder cannot be written.
     """
-    for number in range(1, _MOST_PLACES + 1):
+    for number in itertools.count(1):
         place = folder if number == 1 else folder / f"tuner-{number}"
         place.mkdir(parents=True, exist_ok=True)
         try:
             return place, lock_study(place, study)
         except UserError:
             continue
-    raise _held(study)
+    raise AssertionError("every folder is held")
 
 
 def _held(study: str) -> UserError:

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
-from autotune.search.leaderboard import Leaderboard, StudyFacts, dashboard_note
+from autotune.search.leaderboard import Leaderboard, StudyFacts
 from autotune.search.storage import (
     DATABASES,
     HEARTBEAT_SECONDS,
@@ -54,7 +54,6 @@ from autotune.search.trials import (
     now,
     outcomes_kept_in_folder,
     record_of,
-    save_note,
     set_attribute,
     store_outcome,
     tell,
@@ -129,8 +128,7 @@ class StudyStore:
         Args:
             storage: URL of its database.
             force: resume even if the fingerprint differs.
-            shared: peer tuners may be active. The stored machine is kept until `search.fingerprint` has compared it
-                with this one.
+            shared: peer tuners may be active.
             callbacks: called after each trial of this process, as those of `optuna.Study.optimize`.
 
         Returns:
@@ -172,8 +170,7 @@ class StudyStore:
             store._set("space", space.text)
         if store.study.metric_names is None:  # made by an earlier version
             _name_metric(store.study)
-        if not shared:
-            store.note_hardware(hardware)
+        store.note_hardware(hardware)
         if store.attributes.get("python") != python:
             store._set("python", python)
         return store, True
@@ -293,9 +290,8 @@ class StudyStore:
     def leave(self) -> None:
         """End this tuner. Another tuner, also in this process, may then hold the study."""
         self._left.set()
-        with suppress(
-            Exception
-        ):  # the error that ended the call is reported; without a heartbeat, a peer closes the trial
+        # the error that ended the call is reported, and a later call closes the trial
+        with suppress(Exception):
             for number in list(self._open):
                 self._store(number, ABANDONED)
         if self._lock is not None:
@@ -344,14 +340,7 @@ class StudyStore:
         have = f"0 to {records[-1].number}" if records else "none yet"
         raise UserError(f"study {self.name} has no trial {number}: its trials are {have}")
 
-    def leaderboard(
-        self,
-        hardware: Hardware,
-        job: Job,
-        candidates: Set[Candidate],
-        began: int,
-        also_too_large: Callable[[Candidate, OutcomeKind], Collection[Candidate]] = lambda candidate, kind: (),
-    ) -> Leaderboard:
+    def leaderboard(self, hardware: Hardware, job: Job, candidates: Set[Candidate], began: int) -> Leaderboard:
         """Return the trials as a call sees them whose first trial has the number `began`.
 
         Args:
@@ -361,7 +350,7 @@ class StudyStore:
         """
         records = self.records()
         outside = {record.candidate for record in records} - candidates
-        return Leaderboard(records, hardware, job, outside=outside, began=began, also_too_large=also_too_large)
+        return Leaderboard(records, hardware, job, outside=outside, began=began)
 
     def measured(self) -> dict[Candidate, Measurement]:
         """Return the latest measurement of every measured candidate."""
@@ -518,9 +507,8 @@ class StudyStore:
         return tuple(self.attributes.get("commands", ()))
 
     def set_winner(self, number: int, why: str) -> None:
-        """Store the winner and the reason, and write the note for Optuna's dashboard."""
+        """Store the winner and the reason."""
         self._set("winner", {"number": number, "why": why})
-        save_note(self.study, dashboard_note(self.facts(), number, why))
 
     @property
     def winner(self) -> Record | None:
@@ -642,23 +630,15 @@ def wait_for_study_metadata(study: optuna.Study) -> bool:
     Any tuner may then write the metadata. A study with trials, or of another program, returns True.
     """
     until = time.monotonic() + _FOUNDING_SECONDS
-    while _LAST not in study.user_attrs and not study.get_trials(deepcopy=False):
-        if not _ours(study):
+    while _LAST not in study.user_attrs:
+        # pieces of a long attribute have names that begin with its name
+        others = [key for key in study.user_attrs if not key.startswith(_WRITTEN_FIRST)]
+        if others or study.get_trials(deepcopy=False) or study.direction is not StudyDirection.MAXIMIZE:
             return True
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
     return True
-
-
-def _ours(study: optuna.Study) -> bool:
-    """Return True if a study without trials may be an autotune study with incomplete metadata.
-
-    Pieces of a long attribute have names that begin with its name.
-    """
-    return study.direction is StudyDirection.MAXIMIZE and all(
-        key.startswith(_WRITTEN_FIRST) for key in study.user_attrs
-    )
 
 
 def check_founded(study: optuna.Study, shown: str) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import fcntl
+import functools
 import hashlib
-import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    check_distribution_compatibility,
+)
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
@@ -33,8 +37,6 @@ from autotune.util.units import GIB
 
 # -- trials ------------------------------------------------------------------------------------------------------------
 
-_BEGINNERS = 8  # tuners with different spaces that may begin a study's first trials at once
-
 
 def begin(
     study: optuna.Study, candidate: Candidate, space: SearchSpace | None, *, role: str, note: str, tuner: str
@@ -47,17 +49,14 @@ def begin(
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
-    for left in reversed(range(_BEGINNERS)):
-        parameters, kinds = optuna_parameters(candidate, space, _stored_distributions(study))
-        template = optuna.trial.create_trial(
-            state=TrialState.RUNNING, params=parameters, distributions=kinds, user_attrs=attributes
-        )
-        try:
-            return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
-        except ValueError:  # a peer tuner with another space has stored other choices since
-            if not left:
-                raise
-    raise AssertionError("the last try returns or raises")
+    parameters, kinds = optuna_parameters(candidate, space, _stored_distributions(study))
+    create = functools.partial(optuna.trial.create_trial, state=TrialState.RUNNING, user_attrs=attributes)
+    storage, which = study._storage, study._study_id
+    try:
+        number = storage.create_new_trial(which, template_trial=create(params=parameters, distributions=kinds))
+    except ValueError:  # a peer tuner with another space has stored other choices since
+        number = storage.create_new_trial(which, template_trial=create())
+    return optuna.Trial(study, number)
 
 
 def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
@@ -220,9 +219,8 @@ def optuna_parameters(
 ) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
     """Return the candidate's parameters and their distributions: ordered numbers as ranges, the rest as choices.
 
-    A database accepts only one type of distribution, and one set of choices, per name. The stored distributions
-    therefore decide, because a study may be searched in several spaces. A value that the stored distribution cannot
-    hold is stored under a numbered name: `NAME (2)`.
+    A database accepts only one type of distribution, and one set of choices, per name, and a study may be searched in
+    several spaces. A value that the stored choices lack is only in the attribute CANDIDATE.
 
     Args:
         space: a distribution covers this space's values; None covers the candidate's values only.
@@ -232,26 +230,22 @@ def optuna_parameters(
     found: dict[str, BaseDistribution] = {}
     for name, value in candidate.knobs:
         values = space.knobs[name].values if space is not None and name in space.knobs else ()
-        for key in itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2))):
-            holds = holding(stored[key], value) if key in stored else distribution(name, (*values, value))
-            if holds is not None:
-                parameters[key], found[key] = value, holds
-                break
+        known, new = stored.get(name), distribution(name, (*values, value))
+        if isinstance(known, FloatDistribution) and isinstance(new, IntDistribution):
+            new = FloatDistribution(float(new.low), float(new.high))
+        if isinstance(known, CategoricalDistribution) and value in known.choices:
+            new = known
+        if known is None or (type(known) is type(new) and _is_compatible(known, new)):
+            parameters[name], found[name] = value, new
     return parameters, found
 
 
-def holding(stored: BaseDistribution, value: Value) -> BaseDistribution | None:
-    """Return a distribution that holds the value and is compatible with the stored one; None if there is none."""
-    if isinstance(stored, CategoricalDistribution):
-        return stored if any(type(one) is type(value) and one == value for one in stored.choices) else None
-    assert isinstance(stored, IntDistribution | FloatDistribution)
-    if isinstance(value, bool | str) or (stored.log and value <= 0):
-        return None
-    if isinstance(stored, FloatDistribution):
-        return FloatDistribution(min(stored.low, float(value)), max(stored.high, float(value)), log=stored.log)
-    if isinstance(value, int):
-        return IntDistribution(min(stored.low, value), max(stored.high, value), log=stored.log)
-    return None
+def _is_compatible(known: BaseDistribution, new: BaseDistribution) -> bool:
+    try:
+        check_distribution_compatibility(known, new)
+    except ValueError:
+        return False
+    return True
 
 
 def distribution(name: str, values: tuple[Value, ...]) -> BaseDistribution:
@@ -287,12 +281,8 @@ def _all_of(name: str) -> tuple[Value, ...]:
 #   (`samplers/_tpe/sampler.py`, `_split_trials`), so the sampler is unaffected, and the dashboard's best trial fits.
 # * A candidate that does not fit gets the attribute that the dashboard reads, so that its plots show the trial as
 #   infeasible.
-# * A note names autotune's winner. Verification chooses it, and a finished trial cannot be changed.
 # * Each trial has flat attributes, which become columns of the dashboard's table.
 
-# names from `_note.py`; a body under 2045 characters is one piece
-_VERSION, _BODY = "dashboard:note_ver", "dashboard:note_str:0"
-MOST_CHARACTERS = 2000
 _CONSTRAINTS = "constraints"  # read by the dashboard and by Optuna before version 5: a list, feasible at 0 or less
 # Optuna adds the list to the named constraints. Samplers sort by the order of sums, which this value does not change.
 _MARK = 1e-9
@@ -334,14 +324,6 @@ def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: H
         study.tell(trial, measured.samples_per_second)
     else:
         study.tell(trial, state=TrialState.PRUNED)
-
-
-def save_note(study: optuna.Study, text: str) -> None:
-    """Save the study's note as `optuna_dashboard.save_note` does, without a dependency on the dashboard."""
-    storage, which = study._storage, study._study_id
-    version = int(storage.get_study_system_attrs(which).get(_VERSION, 0))
-    storage.set_study_system_attr(which, _VERSION, version + 1)
-    storage.set_study_system_attr(which, _BODY, text[:MOST_CHARACTERS])
 
 
 # -- trials not saved --------------------------------------------------------------------------------------------------
@@ -407,44 +389,19 @@ def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome,
 def outcomes_kept_in_folder(folder: Path | None, study: optuna.Study) -> Iterator[tuple[optuna.Trial, Outcome]]:
     """Yield trials with outcomes that earlier calls left in the folder.
 
-    Each is passed to one call, once. Files of another study with the same name are deleted.
+    Files of another study with the same name are deleted.
     """
     for path in sorted(folder.glob(_NAME)) if folder is not None else []:
         try:
-            file = path.open("r+", encoding="utf-8")  # NFS grants an exclusive lock only on a writable file
-        except OSError:  # another call was faster, or another user owns the file
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            number, tuner, outcome = int(kept["number"]), kept["tuner"], Outcome.from_json(kept["outcome"])
+        except (OSError, ValueError, KeyError, TypeError):  # another call was faster, or it is not a file of autotune
             continue
-        with file:
-            if not _taken(file, path):
-                continue
-            try:
-                kept = json.load(file)
-                number, tuner, outcome = int(kept["number"]), kept["tuner"], Outcome.from_json(kept["outcome"])
-            except (OSError, ValueError, KeyError, TypeError):  # not a file of autotune
-                continue
-            trial = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
-            if trial is not None and trial.user_attrs.get(TUNER) == tuner and OUTCOME not in trial.user_attrs:
-                yield optuna.Trial(study, trial._trial_id), outcome
-            with suppress(OSError):
-                # deleted only after the outcome is stored, so that a killed call leaves it to the next one
-                path.unlink()
-
-
-def _taken(file: TextIO, path: Path) -> bool:
-    """Return True if this call has locked the file and no other call has processed it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    # Without locks, the call that deletes the file owns it. The outcome is lost if that call is killed now.
-    except OSError:
+        trial = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
+        if trial is not None and trial.user_attrs.get(TUNER) == tuner and OUTCOME not in trial.user_attrs:
+            yield optuna.Trial(study, trial._trial_id), outcome
         with suppress(OSError):
-            path.unlink()
-            return True
-        return False
-    with suppress(OSError):
-        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    return False
+            path.unlink()  # only after the outcome is stored, so that a killed call leaves it to the next one
 
 
 # -- attributes --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,6 @@ from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.rank.ds_config import why_no_reference
 from autotune.script.profile import own_candidate
-from autotune.search.belief import HOPELESS_SIGMAS
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import SearchWorkers
@@ -49,7 +47,6 @@ from autotune.util.units import counted, format_bytes, format_duration
 MAX_VERIFIED = 4
 MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
 VERIFYING_SHARE = 0.8  # share of the time left in which a verification starts and measures; the rest is for the save
-_LOOK_SECONDS = 0.5  # seconds between polls of peer trials
 
 
 @dataclass
@@ -122,8 +119,8 @@ class Tuner:
         if winner is not None:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
             winner = self.store.winner or winner
-            if self.references is not None and verified and self.references.run(winner.candidate):
-                self.store.set_winner(winner.number, "verified")  # its note compares the references
+            if self.references is not None and verified:
+                self.references.run(winner.candidate)
         if self.cancelled():
             stop = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())
@@ -288,7 +285,7 @@ class SearchLoop:
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """Measure a candidate; None if a peer tuner is already trying it."""
         candidate, budget = proposal.candidate, self.trials.budget
-        number = self.trials.begin(candidate, SEARCH, proposal.note)
+        number = self.trials.claim(candidate, proposal.note)
         if number is None:
             return None
         with self.workers.claim(candidate):
@@ -328,7 +325,7 @@ class TrialRecorder:
 
     def _look(self) -> None:
         about = (self.proposer.hardware, self.proposer.job, self._candidates, self._began)
-        self.leaderboard = self.store.leaderboard(*about, self.proposer.also_too_large)
+        self.leaderboard = self.store.leaderboard(*about)
 
     def replay_study(self) -> None:
         """Learn the outcomes of the study's earlier calls."""
@@ -373,11 +370,17 @@ class TrialRecorder:
             self._drop_losers()
         return ended
 
-    def begin(self, candidate: Candidate, role: str, note: str) -> int | None:
-        """Store that a trial begins, and return its number; None if a peer tuner is already trying the candidate."""
-        number = self.store.claim(candidate, self.proposer.space, role, note, self.known)
+    def claim(self, candidate: Candidate, note: str) -> int | None:
+        """Store that a trial of the search begins; return its number, None if a peer tuner is trying the candidate."""
+        number = self.store.claim(candidate, self.proposer.space, SEARCH, note, self.known)
         if number is not None:
-            self.observer.trial_started(number, candidate, role, note)
+            self.observer.trial_started(number, candidate, SEARCH, note)
+        return number
+
+    def begin(self, candidate: Candidate, role: str, note: str) -> int:
+        """Store that another trial begins, and return its number."""
+        number = self.store.start(candidate, self.proposer.space, role, note)
+        self.observer.trial_started(number, candidate, role, note)
         return number
 
     def end(
@@ -595,11 +598,9 @@ class Verifier:
         return True
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
-        """Run one VERIFY or RESUME trial in a fresh process, or take its outcome from a peer tuner."""
+        """Run one VERIFY or RESUME trial in a fresh process. A peer tuner may verify the same candidate on its machine."""
         note = "verification in a fresh process" if role == VERIFY else "resumes from a checkpoint"
-        while (number := self.trials.begin(candidate, role, note)) is None:
-            if (theirs := self._awaited(candidate, role)) is not None:
-                return theirs
+        number = self.trials.begin(candidate, role, note)
         session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
         step_seconds = self.leaderboard.measured[candidate][1].step_seconds
         limit = self.budget.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
@@ -616,22 +617,6 @@ class Verifier:
             session.close()
         return self.trials.end(number, candidate, outcome, role, limit, left)
 
-    def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
-        """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
-        while True:
-            wanted = (candidate, role)
-            news = self.trials.poll_peers()
-            found = [record.outcome for record in news if (record.candidate, record.role) == wanted]
-            if found and found[-1] is not None:
-                return found[-1] if found[-1].kind.is_attributable_to_candidate else None
-            if self.cancelled() or self.budget.left_seconds < 1.0:
-                return Outcome(
-                    OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
-                )
-            if all((record.candidate, record.role) != wanted for record in self.trials.running_elsewhere):
-                return None
-            time.sleep(_LOOK_SECONDS)
-
 
 # -- references --------------------------------------------------------------------------------------------------------
 
@@ -647,90 +632,55 @@ class References:
 
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
         self.trials, self.executor, self.budget, self.proposer = trials, executor, trials.budget, trials.proposer
-        self._print_line = trials.observer.print_line
-        stages = (0, 3) if executor.runs_torch_alone else ()
-        self._why_not = {stage: self._why_no_stage(stage) for stage in stages}
-        self._stages = [stage for stage, why in self._why_not.items() if not why]
-        self.budget.references = len(self._stages)
+        self._print_line, self._job = trials.observer.print_line, trials.proposer.job
+        is_possible = executor.runs_torch_alone and self.budget.budget_seconds >= LEAST_REFERENCE_BUDGET
+        stages = (0, 3) if is_possible else ()
+        self._why_not = {stage: why_no_reference(Candidate.of({"zero_stage": stage}), self._job) for stage in stages}
+        self.budget.references = sum(not why for why in self._why_not.values())
 
-    def _why_no_stage(self, stage: int) -> str:
-        if why := why_no_reference(Candidate.of({"zero_stage": stage}), self.proposer.job):
-            return why
-        if self.budget.budget_seconds < LEAST_REFERENCE_BUDGET:
-            return f"the budget is shorter than {format_duration(LEAST_REFERENCE_BUDGET)}"
-        return ""
-
-    def _print_left_out(self) -> None:
-        """Print one line for each reason why a reference cannot be measured."""
-        for why in filter(None, dict.fromkeys(self._why_not.values())):
-            names = [reference_name(stage, self.proposer.job) for stage, own in self._why_not.items() if own == why]
-            were = "was" if len(names) == 1 else "were"
-            self._print_line(f"{' and '.join(names)} {were} not measured for comparison: {why}")
-
-    def run(self, winner: Candidate) -> bool:
-        """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget.
-
-        Returns:
-            True if one was stored.
-        """
+    def run(self, winner: Candidate) -> None:
+        """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget."""
         self.budget.references, began = 0, self.budget.used_seconds  # the search no longer keeps their time free
-        if not self.trials.leaderboard.verified_now(winner):
-            return False
-        self._print_left_out()
-        stored = False
-        for stage in self._stages:
-            name, spent = reference_name(stage, self.proposer.job), self.budget.used_seconds - began
-            left = min(REFERENCE_SHARE * self.budget.budget_seconds - spent, self.budget.left_seconds)
-            if self.trials.cancelled():
+        for stage, why in self._why_not.items():
+            if self.trials.cancelled() or not self.trials.leaderboard.verified_now(winner):
                 break
-            if (needed := self.budget.reference_seconds) > left:
+            name, spent = reference_name(stage, self._job), self.budget.used_seconds - began
+            left = min(REFERENCE_SHARE * self.budget.budget_seconds - spent, self.budget.left_seconds)
+            needed = self.budget.reference_seconds
+            if not why and needed > left:
                 free = format_duration(max(0.0, left))
-                self._print_why_not(
-                    name, f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
-                )
-                continue
-            if (candidate := self._chosen(stage, name, winner)) is None:
+                why = f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
+            chosen = why or self._chosen(stage, winner)
+            if isinstance(chosen, str):
+                self._print_why_not(name, chosen)
                 continue
             try:
-                stored = self._measured(candidate, name, left) or stored
+                self._measure(chosen, name, left)
             except (UserError, MachineError) as error:  # the winner is verified, and exported without the comparison
                 self._print_why_not(name, one_line(error))
                 break
-        return stored
 
-    def _chosen(self, stage: int, name: str, winner: Candidate) -> Candidate | None:
-        """Return the fastest split of the winner's batch that is predicted to fit, else the one that is likeliest to fit.
-
-        Returns:
-            None if all are predicted not to fit beyond their intervals, as for candidates (`Forecast.hopeless`).
-        """
-        lossy = lossy_of(winner.as_dict, self.proposer.job.precision)  # have no counterpart
-        kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE, *lossy)} | {
-            "zero_stage": stage
-        }
-        size = winner.rows_per_rank
+    def _chosen(self, stage: int, winner: Candidate) -> Candidate | str:
+        """Return the fastest split of the winner's batch that is predicted to fit, else why there is none."""
+        lossy = lossy_of(winner.as_dict, self._job.precision)  # have no counterpart
+        alike = (*MODEL_KNOBS, EXPANDABLE, *lossy)
+        kept = {knob: value for knob, value in winner.knobs if knob in alike} | {"zero_stage": stage}
+        splits = [one for one in [winner, *self.proposer.candidates] if one.rows_per_rank == winner.rows_per_rank]
         options = [
             Candidate.of(kept | {knob: value for knob, value in one.knobs if knob in _SPLITTING})
-            for one in dict.fromkeys([winner, *self.proposer.candidates])
-            if one.rows_per_rank == size
+            for one in dict.fromkeys(splits)
         ]
-        reasons = {one: why_no_reference(one, self.proposer.job) for one in options}
-        options = [one for one, why in reasons.items() if not why]
-        if not options:  # LoRA may be a knob
-            self._print_why_not(name, next(iter(reasons.values())))
-            return None
+        able = [one for one in options if not why_no_reference(one, self._job)]
+        if not able:  # LoRA may be a knob
+            return why_no_reference(options[0], self._job)
         predictor = self.proposer.predictor.for_torch_alone()
-        table = predictor.table(options)
+        table = predictor.table(able)
         if ranked := predictor.ranked(table):
-            return options[ranked[0]]
-        margins = predictor.margins(table)
-        if margins.max() >= -HOPELESS_SIGMAS:
-            return options[int(margins.argmax())]
+            return able[ranked[0]]
         least, ceiling = format_bytes(int(table.needed.min())), format_bytes(predictor.hardware.ceiling_bytes)
-        self._print_why_not(name, f"it is predicted to need {least} of {ceiling}")
-        return None
+        return f"it is predicted to need {least} of {ceiling}"
 
-    def _measured(self, candidate: Candidate, name: str, left_seconds: float) -> bool:
+    def _measure(self, candidate: Candidate, name: str, left_seconds: float) -> None:
         job = dataclasses.replace(self.proposer.job, torch_alone=True)
         self._print_line(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
         measure_spec = dataclasses.replace(REFERENCE_SPEC, share_seconds=left_seconds)
@@ -739,10 +689,10 @@ class References:
         self.trials.save_call()
         if outcome.kind.is_attributable_to_candidate and outcome.source is not Source.BUDGET:
             self.trials.store.note_reference(candidate, outcome)
-            return True
-        too_little = f"{format_duration(left_seconds)} were not enough for it"
-        self._print_why_not(name, too_little if outcome.source is Source.BUDGET else outcome.reason)
-        return False
+        elif outcome.source is Source.BUDGET:
+            self._print_why_not(name, f"{format_duration(left_seconds)} were not enough for it")
+        else:
+            self._print_why_not(name, outcome.reason)
 
     def _print_why_not(self, name: str, why: str) -> None:
         self._print_line(f"{name} was not measured for comparison: {why}")

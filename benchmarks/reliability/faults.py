@@ -74,7 +74,7 @@ class Hangs(Exception):
 @contextlib.contextmanager
 def opened(trials: int) -> Iterator[Bench]:
     ground = Ground()
-    storage.BUSY_SECONDS = 5.0  # a database that is held longer ends the call
+    storage.AWAY_SECONDS = 5.0  # a database that is held longer ends the call
     job = Job(resolve_model("tiny-llama"), 2, 32, "fp32")
     hardware = detect("cpu", 2, memory_cap_bytes=900 * MIB)
     executor = LocalExecutor(job, hardware, ground.root / "executor", parse_space(SPACE).candidates(job))

@@ -1,29 +1,23 @@
 """Several tuners of one study: who lives, who has which trial, and what becomes of that of one who died."""
 
 import dataclasses
-import errno
-import fcntl
 import json
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 
-from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware, detect
+from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search import storage
-from autotune.search.concurrency import agree_on_memory, unlike_memory
 from autotune.search.proposer import Proposer
 from autotune.search.storage import lock_log_dir
 from autotune.search.study import StudyStore
@@ -38,7 +32,7 @@ from autotune.search.trials import (
     outcomes_kept_in_folder,
 )
 from autotune.search.tuner import SearchSummary, Tuner
-from autotune.util.units import GIB, MIB
+from autotune.util.units import MIB
 from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from tests.conftest import make_candidate, make_job, wait_until
 
@@ -155,57 +149,6 @@ def test_heartbeats_keep_a_trial_running(shared_url: str, tmp_path: Path) -> Non
         mine.leave()
 
 
-CARDS = Hardware("cuda", "A100", 2, 80 * GIB, None, 1024 * GIB, "a100-80gb", taken_bytes=GIB)
-
-
-@pytest.mark.parametrize(
-    ("other", "beside", "unlike"),
-    [
-        ({}, False, []),
-        ({"taken_bytes": 2 * GIB, "host_memory_bytes": 900 * GIB}, False, []),
-        ({"taken_bytes": 11 * GIB}, False, ["capacity a rank: 79 GiB -> 69 GiB"]),
-        ({"taken_bytes": 11 * GIB}, True, ["capacity a rank: 79 GiB -> 69 GiB"]),
-        ({"host_memory_bytes": 128 * GIB}, False, ["main memory: 1024 GiB -> 128 GiB"]),
-        ({"host_memory_bytes": 128 * GIB}, True, []),
-        ({"headroom": 0.1}, False, ["headroom: 5 % -> 10 %"]),
-    ],
-)
-def test_memory_that_differs_too_far(other: dict[str, Any], beside: bool, unlike: list[str]) -> None:
-    found = unlike_memory(CARDS, dataclasses.replace(CARDS, **other), beside=beside)
-    assert [line.replace(".00 ", " ").replace(".0 ", " ") for line in found] == unlike
-    capped = dataclasses.replace(CARDS, memory_cap_bytes=40 * GIB)
-    assert not unlike_memory(capped, dataclasses.replace(capped, taken_bytes=11 * GIB), beside=False), (
-        "as the line says"
-    )
-
-
-def test_the_studys_machine_is_that_of_who_is_at_it(shared_url: str, tmp_path: Path) -> None:
-    here = detect("cpu", 2)
-    small = dataclasses.replace(
-        here, memory_bytes=here.memory_bytes // 8, host_memory_bytes=here.host_memory_bytes // 8
-    )
-
-    def join(hardware: Hardware, force: bool = False) -> StudyStore:
-        of = ("s", shared_url, tmp_path, make_job(), hardware, SPACE)
-        store, _ = StudyStore.create_or_resume(*of, shared=True)
-        store.share(print)
-        agree_on_memory(store, hardware, force=force)
-        return store
-
-    first = join(here)
-    first.tuner = ELSEWHERE
-    first.start(make_candidate(0), SPACE)
-    with pytest.raises(UserError, match="study 's' is being tuned with other memory"):
-        join(small)
-    forced = join(small, force=True)
-    assert forced.hardware == here, "it is another's"
-    forced.leave()
-    first.leave()
-    last = join(small)
-    last.leave()
-    assert last.hardware == small, "nobody else is at it"
-
-
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("closed", [False, True])
 def test_what_could_not_be_stored_is_stored_by_the_next_call(
@@ -258,7 +201,6 @@ def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tm
         (kept,) = tmp_path.glob("unsaved-*.json")
         waiting = outcomes_kept_in_folder(tmp_path, store.study)
         assert next(waiting)[1] == OK
-        assert not list(outcomes_kept_in_folder(tmp_path, store.study)), "one call has it in hand"
         waiting.close()  # it is killed while it stores it
         assert kept.exists()
         assert store.finish_late() == 1
@@ -266,21 +208,6 @@ def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tm
         assert store.measured() == {make_candidate(0): OK.measurement}
     finally:
         store.leave()
-
-
-def test_without_locks_what_was_kept_is_given_to_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    store = opened(f"journal:{tmp_path / 'study.journal'}", tmp_path)
-    trial = store._open[store.start(make_candidate(0), SPACE)]
-    with pytest.raises(OSError, match="away"), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
-        raise OSError("away")
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    one, other = (outcomes_kept_in_folder(tmp_path, store.study) for _ in range(2))
-    assert next(one)[1] == OK
-    assert not list(other)
-    store.leave()
 
 
 def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_what_sqlite_says_of_a_database(
 def test_a_database_that_another_process_holds_is_no_broken_one(
     half_written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.search.storage.BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("autotune.search.storage.AWAY_SECONDS", 0.2)
     holder = sqlite3.connect(half_written / "study.db", isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     with pytest.raises(UserError, match=r"cannot be read now \(database is locked\): another process holds it"):

@@ -85,16 +85,3 @@ def test_a_folder_that_cannot_be_written_is_no_other_run(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         lock_study(tmp_path / "file", "s")
-
-
-@pytest.mark.slow
-def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its maker was killed before it had written, or a power cut took what it wrote."""
-    refuse(monkeypatch, errno.ENOSYS)
-    monkeypatch.setattr(storage, "_PATIENCE_SECONDS", 0.5)
-    (tmp_path / "lock.lease").write_text("")
-    held = lock_study(tmp_path, "s")
-    assert held.is_locked
-    with pytest.raises(UserError, match="another autotune run"):
-        lock_study(tmp_path, "s")
-    held.release()

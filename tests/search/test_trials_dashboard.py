@@ -26,17 +26,9 @@ def test_flat_attributes_say_how_a_trial_ended() -> None:
     assert "tokens_per_s" not in out
 
 
-def test_a_study_has_them_and_a_note_of_its_winner() -> None:
-    store = everything()
-    assert store.winner is not None
-    attributes = store.study._storage.get_study_system_attrs(store.study._study_id)
-    assert f"winner is trial {store.winner.number}" in attributes["dashboard:note_str:0"]
-    assert attributes["dashboard:note_ver"] == 1
-    store.set_winner(0, "verified")
-    attributes = store.study._storage.get_study_system_attrs(store.study._study_id)
-    assert "winner is trial 0" in attributes["dashboard:note_str:0"]
-    assert attributes["dashboard:note_ver"] == 2
-    assert {trial.user_attrs["kind"] for trial in store.study.get_trials()} >= {"ok", "oom_device", "timeout", "crash"}
+def test_the_trials_of_a_study_have_them() -> None:
+    kinds = {trial.user_attrs["kind"] for trial in everything().study.get_trials()}
+    assert kinds >= {"ok", "oom_device", "timeout", "crash"}
 
 
 def test_the_sampler_is_told_the_same_as_before() -> None:

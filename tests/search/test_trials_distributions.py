@@ -8,7 +8,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from autotune.problem.candidate import Candidate
 from autotune.problem.space import Domain, SearchSpace, load_space
 from autotune.search.storage import open_storage
-from autotune.search.trials import begin, distribution, holding, optuna_parameters, record_of
+from autotune.search.trials import begin, distribution, optuna_parameters, record_of
 from tests.conftest import make_candidate
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -32,29 +32,14 @@ def test_a_value_outside_the_space_is_held_too() -> None:
     assert found[MICRO_BATCH].high == 128  # type: ignore[attr-defined]
 
 
-def test_what_is_stored_decides_and_what_it_cannot_hold_has_a_name_of_its_own() -> None:
+def test_a_value_that_the_stored_choices_lack_is_no_parameter_of_optuna() -> None:
     stored = {"zero_stage": CategoricalDistribution((0, 2)), MICRO_BATCH: CategoricalDistribution((1, 2))}
     parameters, found = optuna_parameters(make_candidate(2, 4), None, stored)
     assert parameters["zero_stage"] == 2
     assert found["zero_stage"] is stored["zero_stage"]
-    assert parameters[f"{MICRO_BATCH} (2)"] == 4
     assert MICRO_BATCH not in parameters
-    grown = {**stored, **found}
-    assert optuna_parameters(make_candidate(2, 8), None, grown)[0][f"{MICRO_BATCH} (2)"] == 8, "the range grows"
-
-
-@pytest.mark.parametrize(
-    ("stored", "value"),
-    [
-        (IntDistribution(1, 8, log=True), 0),
-        (IntDistribution(1, 8, log=True), 2.5),
-        (IntDistribution(1, 8), "auto"),
-        (FloatDistribution(0.5, 1.0, log=True), 0),
-        (CategoricalDistribution((0, 1)), True),
-    ],
-)
-def test_what_cannot_be_held_is_not(stored: optuna.distributions.BaseDistribution, value: object) -> None:
-    assert holding(stored, value) is None  # type: ignore[arg-type]
+    ranged = {MICRO_BATCH: FloatDistribution(1.0, 2.0)}
+    assert optuna_parameters(make_candidate(2, 4), None, ranged)[1][MICRO_BATCH] == FloatDistribution(4.0, 4.0)
 
 
 Values = tuple[int | float | str | bool, ...]
