@@ -26,6 +26,7 @@ from pydantic import (
 
 from autotune.errors import BadArgument, DisplayedError, ScriptFails, Unusable, UserError, did_you_mean
 from autotune.util.bounds import MOST, MOST_RANKS, display_value, invalid_reason
+from autotune.util.units import parse_duration
 
 # -- values --------------------------------------------------------------------------------------------------------------
 
@@ -50,16 +51,24 @@ def _seconds(value: object) -> object:
     return f"{_plain(value)}s" if isinstance(value, numbers.Real) else value
 
 
-def _gpu_names(text: str) -> str:
-    """Check the names of GPUs."""
+def _gpu_names(text: str) -> None:
     from autotune.problem.gpu_specs import named_gpu
 
     for name in text.split(","):
+        named_gpu(name)
+
+
+def _read_by(read: Callable[[str], object]) -> AfterValidator:
+    """Return a check that a text can be read."""
+
+    def check(text: str) -> str:
         try:
-            named_gpu(name)
+            read(text)
         except UserError as error:
             raise ValueError(str(error)) from None
-    return text
+        return text
+
+    return AfterValidator(check)
 
 
 def _valid(value: Any) -> Any:
@@ -92,8 +101,8 @@ def _as_words(value: object) -> object:
 
 _Word = Annotated[str, BeforeValidator(_plain), AfterValidator(_valid)]
 _Text = Annotated[_Word, AfterValidator(_one_line), WithJsonSchema({"type": ["string", "number"]})]
-_Time = Annotated[_Text, BeforeValidator(_seconds)]
-_Gpus = Annotated[_Text, AfterValidator(_gpu_names)]
+_Time = Annotated[_Text, BeforeValidator(_seconds), _read_by(parse_duration)]
+_Gpus = Annotated[_Text, _read_by(_gpu_names)]
 _File = Annotated[Path, AfterValidator(_valid)]
 _Texts = Annotated[list[_Word], BeforeValidator(_as_list), WithJsonSchema({"type": ["array", "string"]})]
 _Command = Annotated[list[_Word], BeforeValidator(_as_words), WithJsonSchema({"type": ["array", "string"]})]

@@ -219,8 +219,6 @@ def detect(
         UserError: there are fewer devices than requested, a GPU is unusable and none is requested, or the cap exceeds the
             capacity.
     """
-    if gpus is not None and gpus < 1:
-        raise UserError(f"--gpus {gpus}: expected at least 1")
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"--device {device}: expected auto, cuda or cpu")
     try:

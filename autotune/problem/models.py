@@ -296,8 +296,6 @@ def image_size_of(config: dict[str, Any], task: str, asked: int | None, name: st
     Raises:
         UserError: no image size is known, the configuration has another, or the task has no images.
     """
-    if asked is not None and asked < 1:
-        raise UserError(f"--image-size {asked}: expected height and width in pixels")
     if task != IMAGE_TEXT:
         if asked is not None:
             raise UserError(

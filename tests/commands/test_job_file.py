@@ -112,6 +112,7 @@ def test_one_job_file_serves_all_commands(asked: Any) -> None:
         ("? [a]\n: b\n", "found a list as a key"),
         ("gpus: four\n", ":1: gpus: expected a valid integer, found four"),
         ("budget: 1h\ngpu: 2\n", ":2: gpu: unknown GPU '2'"),
+        ("model: a\nbudget: 600\n", ":2: budget: '600' is no duration"),
         ("model: [a]\n", ":1: model: expected a valid string, found ['a']"),
         ("seed: 1\nexhaustive: maybe\n", ":2: exhaustive: expected a valid boolean, found maybe"),
         ("model: !!python/name:os.system x\n", "could not determine a constructor for the tag"),

@@ -95,7 +95,6 @@ def test_image_sizes(config: dict[str, object], asked: int | None, found: int | 
             448,
             "--image-size 448: it has a fixed image size of 336 pixels; leave --image-size out",
         ),
-        (VISION, "image-text", 0, "--image-size 0: expected height and width in pixels"),
         ({}, "causal-lm", 336, "--image-size 336: it has no image input with --task causal-lm; leave --image-size out"),
     ],
 )
