@@ -144,11 +144,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
-    explain: (
-        "explain train.log",
-        "explain train.log --model gemma-2-2b --gpus 4",
-        "tail -1000 slurm-7.out | autotune explain",
-    ),
+    explain: ("explain train.log", "explain train.log --model gemma-2-2b --gpus 4", "explain train.log --json"),
     models: ("models", "models --json", "plan --model gemma-2-2b --gpu h100"),
     doctor: ("doctor", "doctor --python ~/venv/bin/python", "doctor --nvme-path /scratch"),
 }
