@@ -411,7 +411,8 @@ def show_plan(plan: Plan, out: Console) -> None:
 def machine_line(plan: Plan) -> str:
     """Describe the machine and its main memory."""
     hardware = plan.hardware
-    per_node = f", {hardware.per_node} in each" if hardware.nodes > 1 else ""
+    network = f"{8 * hardware.network_gb_per_s:g} Gbit/s"
+    per_node = f", {hardware.per_node} in each, network {network} a node (assumed)" if hardware.nodes > 1 else ""
     node = " a node" if hardware.nodes > 1 else ""
     main = f"main memory {_gib(hardware.host_memory_bytes)}{node}{_assumed(plan)}"
     return f"on {hardware}{per_node}; {main}"

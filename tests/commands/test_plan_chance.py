@@ -20,7 +20,7 @@ from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import OtherHardware
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.space import SearchSpace, parse_space
-from autotune.results.plan import Outlook, Plan, Shortage, show_plan, ways_table
+from autotune.results.plan import Outlook, Plan, Shortage, machine_line, show_plan, ways_table
 from autotune.util.units import GIB
 from tests.conftest import make_job
 
@@ -99,6 +99,16 @@ def test_a_plan_below_the_chance_asked_for_exits_with_3(trace: Trace, monkeypatc
         found = dataclasses.replace(likely, best=best)
         monkeypatch.setattr(commands_plan, "plans", lambda *_, found=found: [found])
         assert CliRunner().invoke(app, [*words, *more]).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("a100", "network 1600 Gbit/s a node"), ("rtx4090", "network 100 Gbit/s a node")]
+)
+def test_the_assumed_network_is_printed_with_the_machine(name: str, rate: str, trace: Trace) -> None:
+    plan, *_ = planned(trace, CARD)
+    of = dataclasses.replace(plan, hardware=named_hardware(name, 16, nodes=2))
+    assert f"8 in each, {rate} (assumed)" in " ".join(machine_line(of).split())
+    assert "network" not in machine_line(plan)
 
 
 def test_a_high_mfu_is_shown_beside_what_was_published(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
