@@ -15,13 +15,12 @@ from autotune.commands.setup import Setup
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import MICRO_BATCH, samples
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import load_space
 from autotune.recovery.ladder import recovery_ladder
 from autotune.results.console import train_with
-from autotune.script.argument_files import FOUND
-from autotune.script.profile import BY_HAND, job_of, own_candidate
+from autotune.script.profile import job_of, own_candidate
 from autotune.util.units import GIB
 from tests.conftest import SCRIPTS, Scripts, make_candidate, make_job, make_setup
 
@@ -48,7 +47,7 @@ def test_batches_summed_by_hand_are_counted_and_faulty_stages_left_out(scripts: 
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(3)}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = scripts.probe(case("several_backwards", "--deepspeed_config", "ds.json"), tmp_path)
-    assert found.script.profile[BY_HAND] == 4
+    assert found.script.profile.accumulated_by_hand == 4
     setup = setup_of(found, scripts, tmp_path)
     own = own_candidate(found.script)
     assert samples(setup.job, own) == 32  # four backwards of four rows on two ranks
@@ -68,7 +67,7 @@ def test_a_model_whose_parts_are_called_is_predicted(scripts: Scripts, tmp_path:
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(1)}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = scripts.probe(case("submodules", "--deepspeed_config", "ds.json"), tmp_path)
-    assert "cannot be counted" in found.script.profile["batch_note"]
+    assert "cannot be counted" in found.script.profile.batch_note
     setup = setup_of(found, scripts, tmp_path)
     predictor = traced_predictor(setup.job, setup.hardware)
     assert all(one.step_seconds > 0 for one in predictor.predict_many(list(setup.candidates[:8])))
@@ -85,7 +84,11 @@ def test_a_printed_command_of_accelerate_carries_the_batch(tmp_path: Path) -> No
     ):
         argv = ("train.py", flag, "4", "--gradient_accumulation_steps", "4")
         script = Script(
-            argv, str(tmp_path), tuple(found.items()), launcher=accelerate, profile={**profile, FOUND: found}
+            argv,
+            str(tmp_path),
+            tuple(found.items()),
+            launcher=accelerate,
+            profile=ScriptProfile.from_json({**profile, "found_flags": found}),
         )
         told = train_with(make_candidate(1, 16, 1), make_job(script=script), "s", tmp_path / "s.json", 1)
         name, words = told.commands[0]
@@ -101,7 +104,7 @@ def test_a_training_that_counts_micro_batches_steps_down_with_its_micro_batch(tm
     predictor = traced_predictor(job, named_hardware("rtx4090", 4))
     top = make_candidate(1, 8, 2, reduce_bucket_size=500_000_000, activation_checkpointing=False)
     profile = {"batch_note": "the schedule advances with iterations of your loop", "micro_batch": 8, "accumulation": 2}
-    held = dataclasses.replace(job, script=Script(("train.py",), "/", profile=profile))
+    held = dataclasses.replace(job, script=Script(("train.py",), "/", profile=ScriptProfile.from_json(profile)))
     ladder = recovery_ladder(top, load_space("default"), held, predictor, {})
     assert len(ladder) > 1
     assert {rung.candidate.micro_batch for rung in ladder} == {8}
@@ -112,3 +115,13 @@ def test_a_training_that_counts_micro_batches_steps_down_with_its_micro_batch(tm
     measured = {top: Measurement(0.1, 0.0, 5, 1e9, 1e9, 100 * GIB)}
     (only,) = recovery_ladder(top, load_space(str(small)), held, predictor, measured)
     assert only.candidate == top, "no rung is the first once more, without its word on checkpointing"
+
+
+@pytest.mark.slow
+def test_sequences_that_grow_are_measured_at_the_length_of_their_data(scripts: Scripts, tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(1)}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = scripts.probe(case("length_warmup", "--deepspeed_config", "ds.json"), tmp_path)
+    profile = found.script.profile
+    assert (profile.seq_len, profile.pads_to, profile.grows[2], profile.batch_note) == (64, 64, 64, "")
+    assert scripts.measure(found, own_candidate(found.script).but(zero_stage=2)).ok

@@ -45,7 +45,7 @@ def test_a_script_that_trains_the_same_at_every_stage_raises_no_alarm(
     scripts: Scripts, tmp_path: Path, way: str
 ) -> None:
     found, own, certifier = probed(scripts, tmp_path, way)
-    assert found.script.profile["batch_note"] == ""
+    assert found.script.profile.batch_note == ""
     for changes in [*STAGES, OTHER_CUT]:
         verdict = certificate(scripts, found, certifier, own.but(**changes))
         assert verdict.verdict is Verdict.SAME, (changes, verdict)
@@ -94,7 +94,7 @@ def test_stages_that_keep_the_last_of_several_gradients_are_excluded(scripts: Sc
 )
 def test_a_batch_whose_cut_changes_the_training_is_kept(scripts: Scripts, tmp_path: Path, way: str, words: str) -> None:
     found, own, certifier = probed(scripts, tmp_path, way)
-    assert words in found.script.profile["batch_note"]
+    assert words in found.script.profile.batch_note
     if way != "clips_each":
         assert certificate(scripts, found, certifier, own.but(zero_stage=1)).verdict is Verdict.SAME
 

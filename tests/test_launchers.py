@@ -102,7 +102,7 @@ def test_a_command_is_tuned_as_it_is_typed(
     probed = scripts.probe_script(found.script)
     own = own_candidate(probed.script)
     assert (own.stage, own.micro_batch, own.accumulation) == (0 if "acc.yaml" in words else 1, 2, 2)
-    assert probed.script.profile["batch_note"] == ""
+    assert probed.script.profile.batch_note == ""
     outcome = scripts.measure(probed, TRIED)
     assert outcome.ok, outcome
     assert outcome.measurement is not None
@@ -112,7 +112,7 @@ def test_a_command_is_tuned_as_it_is_typed(
 
     assert command_sets_all(probed.script)
     assert [word for word in typed_words(probed.script) if word not in command] == []
-    if probed.script.profile["loader_prepared"]:  # the printed hint: `with batch_size=4 in its data loader`
+    if probed.script.profile.loader_prepared:  # the printed hint: `with batch_size=4 in its data loader`
         source = folder / "train.py"
         source.write_text(source.read_text().replace("batch_size=2)", "batch_size=4)"))
     plain = traced(printed(probed, scripts, TRIED, folder), folder, variables_for(probed.script, TRIED, 2))
@@ -127,7 +127,7 @@ def test_a_command_is_tuned_as_it_is_typed(
 @pytest.mark.slow
 def test_a_framework_that_starts_its_own_ranks_is_left_to_it(scripts: Scripts, folder: Path) -> None:
     probed = scripts.probe_script(read_command(["madeup", "train", "mine.yaml"], []).script)
-    assert probed.script.profile["relaunched"] == 2
+    assert probed.script.profile.relaunched == 2
     assert printed(probed, scripts, TRIED, folder) == ["madeup", "train", str(folder / "best.mine.yaml")]
     copy = (folder / "best.mine.yaml").read_text()
     assert copy == f"# mine\ndeepspeed: {folder / 'best.json'}\noutput_dir: out/here\nsteps: 40\n"

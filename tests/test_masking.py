@@ -30,7 +30,7 @@ from autotune.masking import (
 )
 from autotune.problem.candidate import KNOBS
 from autotune.problem.hardware import detect
-from autotune.problem.job import ArgumentFile, Script
+from autotune.problem.job import ArgumentFile, Script, ScriptProfile
 from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import DS_SECTIONS, DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.script.profile import unknown_job
@@ -282,7 +282,7 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
         str(folder),
         environment=(("WANDB_API_KEY", third),),
         files=(ArgumentFile(4, str(folder / "args.json"), json.dumps(data), data),),
-        profile=PROFILE,
+        profile=ScriptProfile.from_json(PROFILE),
     )
     job = make_job(script=script, base_config={"comet": {"enabled": True, "api_key": seventh}})
     monkeypatch.setattr("tests.studies.make_job", lambda: job)

@@ -115,7 +115,7 @@ def follow(folder: Path, name: str) -> None:
 def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts, tmp_path: Path, name: str) -> None:
     (tmp_path / "train.py").write_text(IN_CODE if name == "in_code" else TRAINER)
     found = scripts.probe(["train.py", *(["--lr", "0.001"] if name == "in_code" else [])], tmp_path)
-    assert found.script.profile["batch_note"] == ""
+    assert found.script.profile.batch_note == ""
     outcome = scripts.measure(found, WINNER)
     assert outcome.ok, outcome
     assert outcome.trace is not None

@@ -8,7 +8,6 @@ import pytest
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.outcome import OutcomeKind
-from autotune.script.argument_files import FOUND, PRODUCTS
 from autotune.script.profile import own_candidate
 from autotune.search.certificate import Certifier, Verdict
 from autotune.search.trials import SEARCH
@@ -51,8 +50,8 @@ def test_a_script_is_tuned_or_says_why_not(scripts: Scripts, tmp_path: Path, fil
     (tmp_path / "x.yaml").write_text("dataset: {train: {kwargs: {batch_size: 4}}}\naccelerate: {accumulation: 2}\n")
     found = scripts.probe([str(SCRIPTS / file), way, *words.split()], tmp_path)
     profile = found.script.profile
-    assert note in profile["batch_note"] if note else not profile["batch_note"], profile["batch_note"]
-    assert profile.get(FOUND, {}) == flags, (profile.get(FOUND), profile.get(PRODUCTS))
+    assert note in profile.batch_note if note else not profile.batch_note, profile.batch_note
+    assert profile.found_flags == flags, (profile.found_flags, profile.product_flags)
     own = own_candidate(found.script)
     assert found.baseline is not None
     others = [own.but(zero_stage=stage) for stage in (otherwise[:1] or (2 if own.stage != 2 else 1,))]

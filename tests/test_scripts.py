@@ -17,7 +17,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.space import for_job, load_space
 from autotune.rank.versions import deepspeed_release
@@ -104,12 +104,12 @@ def test_a_script_is_tuned_as_it_is(
     assert found.baseline.measurement is not None
     seen = found.script.profile
     micro_batch = 4 if name == "accelerated" else 2  # of its own loader
-    assert (seen["micro_batch"], seen["accumulation"]) == (micro_batch, 2)
-    assert seen["precision"] == "fp32"
-    assert seen["rows_per_sample"] == 1
-    assert seen["causal"]
-    assert 8 <= seen["seq_len"] <= 32
-    assert seen["batch_note"] == ""
+    assert (seen.micro_batch, seen.accumulation) == (micro_batch, 2)
+    assert seen.precision == "fp32"
+    assert seen.rows_per_sample == 1
+    assert seen.causal
+    assert 8 <= seen.seq_len <= 32
+    assert seen.batch_note == ""
     assert own_candidate(found.script).stage == config["zero_optimization"]["stage"]
     for stage, micro, accumulation in ((2, 1, 3), (3, 4, 1)):
         outcome = scripts.measure(
@@ -127,7 +127,7 @@ def test_two_ranks_that_share_sequences_train_on_one_batch(scripts: Scripts, tmp
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     script = [str(SCRIPTS / "shared_sequences.py"), *TRAINER[:10], "--use_cpu", "--report_to", "none"]
     found = scripts.probe(script, tmp_path, ())
-    assert (found.script.profile["sequence_ranks"], found.script.profile["batch_note"]) == (2, "")
+    assert (found.script.profile.sequence_ranks, found.script.profile.batch_note) == (2, "")
     assert job_of(found.script, scripts.hardware, None).global_batch_size == 2 * 2
     outcome = scripts.measure(found, make_candidate(1, 4, 1))
     assert outcome.measurement is not None, outcome
@@ -150,7 +150,7 @@ def test_samples_with_more_images_are_the_worst_case_of_a_vision_language_model(
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     found = scripts.probe_script(Script(tuple(IMAGES), str(tmp_path), worst_case=True))
-    (largest,) = found.script.profile["largest"].values()
+    (largest,) = found.script.profile.largest.values()
     assert largest["index"] % 2 == 1, "of two images"
     outcome = scripts.measure(found, make_candidate(3, 4, 1))
     assert outcome.measurement is not None, outcome
@@ -162,7 +162,7 @@ def test_a_grpo_training_of_trl_is_tuned(scripts: Scripts, tmp_path: Path) -> No
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     rollouts = ["--num_generations", "2", "--max_completion_length", "4", "--use_cpu", "--report_to", "none"]
     found = scripts.probe([str(SCRIPTS / "grpo.py"), *TRAINER[:10], *rollouts], tmp_path, ())
-    assert found.script.profile["batch_note"] == ""
+    assert found.script.profile.batch_note == ""
     outcome = scripts.measure(found, make_candidate(1, 4, 1))
     assert outcome.measurement is not None, outcome
     assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(2 * 4)
@@ -284,10 +284,10 @@ def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: s
         return
     found = scripts.probe([script, *words], tmp_path, flags)
     seen = found.script.profile
-    assert (seen["micro_batch"], seen["accumulation"], seen["batch_note"]) == (2, 2, "")
-    assert ("--local_rank" in seen["flags"]) == (way == "training_data")
+    assert (seen.micro_batch, seen.accumulation, seen.batch_note) == (2, 2, "")
+    assert ("--local_rank" in seen.flags) == (way == "training_data")
     switch = "--gradient_checkpointing"
-    assert seen.get("spellings") == ({switch: [None, switch]} if way == "training_data" else None)
+    assert seen.spellings == ({switch: [None, switch]} if way == "training_data" else None)
     assert command_sets_all(found.script) == (way == "name=value")
     outcome = scripts.measure(found, make_candidate(2, 4, 3))
     assert outcome.ok, outcome
@@ -332,7 +332,7 @@ def test_what_accelerate_makes_of_a_batch(
     script = write(tmp_path, "train.py", textwrap.dedent(MODEL) + textwrap.dedent(LOOP))
     found = scripts.probe([script, *words], tmp_path)
     seen = found.script.profile
-    assert (seen["micro_batch"], seen["accumulation"], not seen["batch_note"]) == (*batch, obeys)
+    assert (seen.micro_batch, seen.accumulation, not seen.batch_note) == (*batch, obeys)
     own = own_candidate(found.script)
     for candidate in (own.but(reduce_bucket_size=200_000), *([own.but(train_micro_batch_size_per_gpu=16)] * obeys)):
         outcome = scripts.measure(found, candidate)
@@ -360,7 +360,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     without_flag = text.replace('add_argument("--batch_size", type=int, default=2)', "set_defaults(batch_size=2)")
     assert without_flag != text
     found = scripts.probe([write(tmp_path, "train.py", without_flag), "--deepspeed_config", "ds.json"], tmp_path)
-    assert "--map train_micro_batch_size_per_gpu" in found.script.profile["batch_note"]
+    assert "--map train_micro_batch_size_per_gpu" in found.script.profile.batch_note
     space = for_job(load_space("cpu_demo"), job_of(found.script, scripts.hardware, None))
     assert space.knobs["train_micro_batch_size_per_gpu"].values == (2,)
     outcome = scripts.measure(found, make_candidate(1, 8, 2))
@@ -517,7 +517,7 @@ def launch(
     script = Script(tuple(argv), str(folder), flags)
     profile = {"rows_per_sample": 1.0}
     hardware = capped_ranks(cap)
-    job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=profile), hardware)
+    job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=ScriptProfile.from_json(profile)), hardware)
     job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     lines = says if says is not None else []
     if scripts is not None and (log := scripts.executor.launcher.log) is not None:
@@ -883,7 +883,7 @@ def test_a_script_that_starts_its_ranks_by_a_function(scripts: Scripts, tmp_path
         flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
         found = scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path, flags)
         assert scripts.measure(found, make_candidate(2, 4, 3)).ok
-    assert found.script.profile["relaunched"] == 2
+    assert found.script.profile.relaunched == 2
     assert training_command(found.script, make_candidate(2, 4, 3), 2, "best.json") == [
         *("python", name, "--deepspeed_config", "best.json", "--batch_size", "4")
     ]

@@ -8,7 +8,6 @@ from pathlib import Path
 from autotune.commands.script_probe import StartupDeadline, probe
 from autotune.problem.job import Script
 from autotune.script.profile import unknown_job
-from autotune.script.source_digests import SOURCES
 from tests.conftest import Scripts, make_candidate
 from tests.test_scripts import CONFIG
 
@@ -63,7 +62,7 @@ def test_nothing_of_the_users_changes(scripts: Scripts, tmp_path: Path) -> None:
     study.mkdir()
     executor.job = unknown_job(script, scripts.hardware)
     found = probe(executor, script, study, StartupDeadline(300.0), said.append)
-    assert "../lib_of_theirs.py" in [os.path.relpath(path, cwd) for path in found.script.profile[SOURCES]]
+    assert "../lib_of_theirs.py" in [os.path.relpath(path, cwd) for path in found.script.profile.sources]
     outcome = scripts.measure(found, make_candidate(1, 4, 1))
     assert outcome.ok, outcome
     theirs = [path for path in tmp_path.rglob("*") if path.is_file() and study not in path.parents]

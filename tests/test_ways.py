@@ -84,9 +84,9 @@ def command(way: str) -> list[str]:
 def test_the_sequences_of_a_step_are_found(scripts: Scripts, tmp_path: Path, way: str) -> None:
     found = scripts.probe(command(way), folder_of(tmp_path))
     profile = found.script.profile
-    assert profile["batch_note"] == ""
-    assert (profile["counted"], profile["rows_per_sample"]) == OBEY[way]
-    assert (profile["micro_batch"], profile["accumulation"]) == (4, 2)
+    assert profile.batch_note == ""
+    assert (profile.counted, profile.rows_per_sample) == OBEY[way]
+    assert (profile.micro_batch, profile.accumulation) == (4, 2)
     other = own_candidate(found.script).but(**{MICRO_BATCH: 8, ACCUMULATION: 1})
     outcome = scripts.measure(found, other)
     assert outcome.ok, outcome
@@ -103,8 +103,8 @@ def batch_of_the_engine(folder: Path) -> tuple[int, int]:
 def test_a_batch_that_cannot_be_changed_is_left(scripts: Scripts, tmp_path: Path, way: str) -> None:
     found = scripts.probe(command(way), folder_of(tmp_path))
     profile = found.script.profile
-    assert LEFT[way] in profile["batch_note"]
-    assert (profile["micro_batch"], profile["accumulation"]) == (4, 2)
+    assert LEFT[way] in profile.batch_note
+    assert (profile.micro_batch, profile.accumulation) == (4, 2)
     own = own_candidate(found.script)
     assert scripts.measure(found, own.but(reduce_bucket_size=200_000)).ok
     last = (4, 4) if way == "critic_of_another_batch" else (4, 2)
@@ -124,8 +124,8 @@ def test_a_setting_that_carries_the_batch_is_found(scripts: Scripts, tmp_path: P
 
 def test_a_script_that_fails_at_another_batch_keeps_its_own(scripts: Scripts, tmp_path: Path) -> None:
     found = scripts.probe(command("refuses_other_batches"), folder_of(tmp_path))
-    assert "told another batch (" in found.script.profile["batch_note"]
-    assert "made for four" in found.script.profile["batch_note"]
+    assert "told another batch (" in found.script.profile.batch_note
+    assert "made for four" in found.script.profile.batch_note
     assert scripts.measure(found, own_candidate(found.script).but(reduce_bucket_size=200_000)).ok
 
 
@@ -147,7 +147,7 @@ def test_a_script_that_holds_its_global_batch_obeys(
 ) -> None:
     config = {**CONFIG, MICRO_BATCH: batch[0], ACCUMULATION: batch[1]}
     found = scripts.probe(command(way), folder_of(tmp_path, config), MICRO_FLAG)
-    assert found.script.profile["batch_note"] == ""
+    assert found.script.profile.batch_note == ""
     own = own_candidate(found.script)
     assert (own.micro_batch, own.accumulation) == batch
     if way == "one_or_four":
@@ -160,7 +160,7 @@ def test_a_batch_of_another_size_that_a_script_refuses_ends_no_run(scripts: Scri
     """Of one sample a rank there is no other batch of its own size."""
     config = {**CONFIG, MICRO_BATCH: 1, ACCUMULATION: 1}
     found = scripts.probe(command("accumulates_to_its_global_batch 2"), folder_of(tmp_path, config), MICRO_FLAG)
-    assert "accumulated 1 micro-batches where 2 were asked for" in found.script.profile["batch_note"]
+    assert "accumulated 1 micro-batches where 2 were asked for" in found.script.profile.batch_note
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_flag_that_does_not_set_the_batch_ends_the_run(scripts: Scripts, tmp_p
 @pytest.mark.slow
 def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scripts, tmp_path: Path) -> None:
     found = scripts.probe(command("one_epoch"), folder_of(tmp_path))
-    assert found.script.profile["batch_note"] == ""
+    assert found.script.profile.batch_note == ""
     own = own_candidate(found.script)
     outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 64, ACCUMULATION: 1}))
     assert (outcome.kind, outcome.source) == (OutcomeKind.INVALID, Source.STEPS)
@@ -195,8 +195,8 @@ def test_what_says_the_batch_is_found_and_its_own_always_runs(scripts: Scripts, 
     config = {**CONFIG, "gradient_accumulation_steps": 1} if way == "accumulation_of_a_flag" else CONFIG
     found = scripts.probe(command(way), folder_of(tmp_path, config))
     profile = found.script.profile
-    assert (profile["micro_batch"], profile["accumulation"]) == (micro_batch, accumulation)
-    assert bool(profile["batch_note"]) is not obeys
+    assert (profile.micro_batch, profile.accumulation) == (micro_batch, accumulation)
+    assert bool(profile.batch_note) is not obeys
     own = own_candidate(found.script)
     outcome = scripts.measure(found, own.but(reduce_bucket_size=200_000))
     assert outcome.ok, outcome
@@ -227,7 +227,7 @@ def test_the_config_of_an_engine_beside_the_first_stays_its_own(scripts: Scripts
     (tmp_path / "critic.json").write_text(json.dumps(critics))
     words = [str(SCRIPTS / "ways.py"), "critic_of_its_own_file", "critic.json", "--deepspeed_config", "ds.json"]
     found = scripts.probe(words, tmp_path)
-    assert "an engine beside the first" in found.script.profile["batch_note"]
+    assert "an engine beside the first" in found.script.profile.batch_note
     outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=0))
     assert outcome.ok, outcome
     assert json.loads((tmp_path / "seen" / "stages.json").read_text()) == [0, 2]
@@ -239,7 +239,7 @@ def test_the_config_of_an_engine_beside_the_first_stays_its_own(scripts: Scripts
 def test_a_model_that_is_made_in_parts_is_tuned_at_every_stage(scripts: Scripts, tmp_path: Path) -> None:
     stage3 = {"stage": 3, "reduce_bucket_size": 100_000}
     found = scripts.probe(command("zero_init"), folder_of(tmp_path, {**CONFIG, "zero_optimization": stage3}))
-    assert found.script.profile["zero_init"]
+    assert found.script.profile.zero_init
     for stage in (3, 0, 2):
         outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=stage))
         assert outcome.ok, outcome
@@ -261,13 +261,13 @@ def test_a_script_that_resumes_is_tuned_at_every_stage(scripts: Scripts, tmp_pat
 
 @pytest.mark.slow
 def test_what_stays_the_same_where_rows_change_is_no_batch(scripts: Scripts, tmp_path: Path) -> None:
-    note = scripts.probe(command("four_images_and_texts"), folder_of(tmp_path)).script.profile["batch_note"]
+    note = scripts.probe(command("four_images_and_texts"), folder_of(tmp_path)).script.profile.batch_note
     assert "gave 16 rows a step where 8 were asked for: say which flag" in note
 
 
 @pytest.mark.slow
 def test_a_batch_that_grows_is_left_as_it_is(scripts: Scripts, tmp_path: Path) -> None:
     found = scripts.probe(command("growing_batch"), folder_of(tmp_path))
-    assert "change from step to step" in found.script.profile["batch_note"]
+    assert "change from step to step" in found.script.profile.batch_note
     outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=2))
     assert outcome.ok, outcome

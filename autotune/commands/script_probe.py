@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,37 +17,20 @@ from autotune.executors.base import Executor, MeasureSpec
 from autotune.executors.machine import op_name
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
-from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
+from autotune.script.argument_files import argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.environment import READ, READ_INTEGERS, VARIABLE, own_variables
 from autotune.script.profile import (
-    BY_HAND,
-    BY_RANK,
-    CALL,
-    EARLIER,
-    EXPERTS_ELSEWHERE,
-    GROWS,
-    KEPT,
-    LARGEST,
-    LOOPED,
-    OPS,
     RAN,
-    SEEDS,
-    SHARED_SEQUENCES,
-    SPLIT,
     TOKENS,
-    TORCHS,
     UNCOUNTED,
     UNCOUNTED_BESIDE,
-    UNREAD,
-    ZERO_INIT,
-    Counted,
     batch_held,
     batch_seen,
     growth_line,
@@ -186,10 +169,9 @@ def probe(
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     known = stored_findings(folder / MEMORY)
     if known.hold(key, script.cwd):
-        profile = known.data["profile"]
+        profile = ScriptProfile.from_json(known.data["profile"])
         if is_data(profile, script):
-            baseline = Outcome.from_json(known.data["baseline"]) if known.data["baseline"] else None
-            ran_out = Outcome.from_json(known.data["ran_out"]) if known.data.get("ran_out") else None
+            baseline, ran_out = (_stored_outcome(known.data.get(name)) for name in ("baseline", "ran_out"))
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
     baseline, facts = _unfinished(folder, key, script) or (None, {})
     if baseline is not None and baseline.measurement is not None:
@@ -199,6 +181,10 @@ def probe(
         left_seconds = budget.left_seconds
         baseline, facts = _run_with_ops(executor, Candidate(()), "probe", left_seconds)
         _refuse_unless_run(executor, baseline, facts, left_seconds, budget)
+        if grows := facts.get("grows"):
+            found = _at_last_length(executor, script, grows, budget) if grows[2] > grows[1] else None
+            baseline, facts = found or (baseline, {**facts, "grows": grows[:2]})
+            print_line(growth_line(facts["grows"]))
     try:
         return _checked(executor, script, baseline, facts, key, budget, print_line)
     except Stopped:
@@ -213,10 +199,26 @@ def probe(
         raise
 
 
+def _at_last_length(
+    executor: Executor, script: Script, grows: Sequence[int], budget: StartupDeadline
+) -> tuple[Outcome, dict[str, Any]] | None:
+    """Return the measurement and facts of a run whose forwards are padded to the length of the data; None if it fails."""
+    pads_to = {"pads_to": grows[-1]}
+    job = dataclasses.replace(
+        executor.job, script=dataclasses.replace(script, profile=ScriptProfile.from_json(pads_to))
+    )
+    outcome, facts = _run_with_ops(executor, Candidate(()), "probe-last-length", budget.left_seconds, job)
+    return (outcome, {**facts, **pads_to, "grows": grows}) if outcome.ok else None
+
+
+def _stored_outcome(data: dict[str, Any] | None) -> Outcome | None:
+    return Outcome.from_json(data) if data else None
+
+
 def _unfinished(folder: Path, key: str, script: Script) -> tuple[Outcome, dict[str, Any]] | None:
     """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
     known = stored_findings(folder / _UNFINISHED)
-    if not known.hold(key, script.cwd) or not is_data(known.data["facts"], script):
+    if not known.hold(key, script.cwd) or not is_data(ScriptProfile.from_json(known.data["facts"]), script):
         return None
     return Outcome.from_json(known.data["baseline"]), known.data["facts"]
 
@@ -239,13 +241,11 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for one in facts.get(LARGEST, {}).values():
+    for one in facts.get("largest", {}).values():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
         print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
-    if facts.get(LARGEST) == {}:
-        print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
-    if grows := facts.get(GROWS):
-        print_line(growth_line(grows))
+    if facts.get("largest") == {}:
+        print_line(f"--worst-case: no sample could be read by number ({facts['unread']}); batches are only padded")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -253,12 +253,12 @@ def _checked(
     read = own_variables(facts.get(READ, {}))
     facts = {**facts, READ: read, "said": _script_batch_sizes(script, facts)}
     own = measured is not None or facts.get(_OWN_STEPS, False)
-    profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
-    if profile.get("evaluating"):
+    profile = _profile(facts, batch_seen, own=own)
+    if profile.evaluating:
         print_line(
             f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
         )
-    elif profile["checkpointed"] and not profile["checkpointing"]:
+    elif profile.checkpointed and not profile.checkpointing:
         print_line("the script's activation checkpointing cannot be switched off and stays on")
     runs = ShortRuns(executor, SHORT_RUNS_SHARE * budget.left_seconds, measured)
     if measured is not None and not runs.left:
@@ -266,56 +266,49 @@ def _checked(
             f"the time left holds no short run of {script.name} with another batch, which may take "
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
-    seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
-    largest = {LARGEST: facts[LARGEST]} if LARGEST in facts else {}
-    repeated = seeds | largest  # common to the first and every later run of the script
-    profile |= repeated
     unheeded = unheeded_accumulation(facts, profile, executor.hardware.count) if own else ""
     if measured is not None and not unheeded:
         found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
         cut = _cut_by_loop(profile, facts)
-        if cut and found.get(FOUND):
-            profile = _profile(facts, cut, own=own) | repeated
-        elif BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
+        if cut and found.get("found_flags"):
+            profile = _profile(facts, lambda _: cut, own=own)
+        elif profile.accumulated_by_hand > 1 and ACCUMULATION in found.get("found_flags", {}):
             facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
-            profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | repeated
-        profile |= found
+            profile = _profile(facts, batch_seen, own=own)
+        profile = dataclasses.replace(profile, **found)
         for line in _lines_of_flags(profile, _integers(script, facts)):
             print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     trace = None
     if measured is not None:
+        # common to the first and every later run of the script
+        repeated = ScriptProfile(seeds=profile.seeds, largest=profile.largest, pads_to=profile.pads_to)
         trace = _with_noise(runs, dataclasses.replace(script, profile=repeated), measured.trace)
     reference = None if varies else trace
     least = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
     note = unheeded or check_batch(runs, _mapped(script, profile), reference, least)
     if note:
         print_line(f"{note}; its batch is kept, and everything else is tuned")
-        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
-        profile |= largest
+        # without flags: nothing sets its batch
+        profile = dataclasses.replace(_profile(facts, batch_held, own=own), attempts=profile.attempts)
         if not own:  # the script's steps were not counted
-            profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
-    profile["batch_note"] = note
-    used = facts.get(SOURCES, ())
-    profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
-    if read:
-        profile[READ] = read
+            profile = dataclasses.replace(profile, held={}, beside=dict.fromkeys(profile.beside, 0))
+    sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
+    profile = dataclasses.replace(profile, batch_note=note, sources=sources)
+    if measured is None or runs.names_same_seeds:
+        profile = dataclasses.replace(profile, seeds=())
     if measured is not None:
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
-        if runs.names_same_seeds:
-            profile.pop(SEEDS, None)
-        else:
-            profile |= repeated
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
-    kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
+    kept = {"key": key, "profile": profile.to_json(), "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
     return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1), ran_out)
 
 
-def _mapped(script: Script, profile: dict[str, Any]) -> Script:
+def _mapped(script: Script, profile: ScriptProfile) -> Script:
     """Return the script with its profile, and with the flags that were found to carry knobs."""
-    flags = dict(profile.get(FOUND, {})) | dict(script.flags)
+    flags = profile.found_flags | dict(script.flags)
     return with_declared_files(dataclasses.replace(script, profile=profile, flags=tuple(flags.items())))
 
 
@@ -375,17 +368,6 @@ def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list
     return found
 
 
-def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]], *, own: bool) -> dict[str, Any]:
-    """Return the batch that `read` finds in the facts.
-
-    Args:
-        own: the facts are from the unmodified script. Otherwise its steps had one sample, and its own are unknown.
-    """
-    if own:
-        return read(facts)
-    return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
-
-
 def _with_noise(runs: ShortRuns, script: Script, trace: TrainingTrace | None) -> TrainingTrace | None:
     """Return the probe run's trace with the noise of its script.
 
@@ -398,12 +380,12 @@ def _with_noise(runs: ShortRuns, script: Script, trace: TrainingTrace | None) ->
     return trace if again is None else with_noise(trace, again)
 
 
-def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
+def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: ScriptProfile) -> Outcome:
     """Return the script's own speed in samples as trials count them; it was measured in the config's samples."""
     if baseline.measurement is None:
         return baseline
-    times = profile["micro_batch"] * profile["accumulation"] / (facts["micro_batch"] * facts["accumulation"])
-    times *= profile.get(BY_HAND, 1)
+    times = profile.micro_batch * profile.accumulation / (facts["micro_batch"] * facts["accumulation"])
+    times *= profile.accumulated_by_hand
     speed = baseline.measurement.samples_per_second * times
     return dataclasses.replace(
         baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
@@ -427,7 +409,7 @@ def _run_with_ops(
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
         ops.append(session.missing_op)
-    found = {OPS: [op for op in ops if op not in executor.ops.failed]} if outcome.ok or outcome.kind.is_oom else {}
+    found = {"ops": [op for op in ops if op not in executor.ops.failed]} if outcome.ok or outcome.kind.is_oom else {}
     return outcome, {**session.facts, **found}
 
 
@@ -554,38 +536,31 @@ def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> s
     return ""
 
 
-def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict[str, Any]:
-    """Return the facts to store, per sample of the micro-batch instead of per batch.
+def _profile(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]], *, own: bool) -> ScriptProfile:
+    """Return the findings to store, per sample of the micro-batch instead of per batch.
 
     Args:
-        batch: of the observed steps.
-        own: these are the script's own steps.
+        read: returns the batch of the observed steps.
+        own: these are the script's own steps. Otherwise they had one sample, and its own are unknown.
     """
-    always = "config precision model_config causal model trained frozen checkpointing checkpointed through_arguments"
-    always += " loader_prepared relaunched client_optimizer untested_optimizer flags"
-    kept = {key: facts[key] for key in always.split()}
-    # These are stored only if present, so that studies of earlier versions keep the same job.
-    by_hand = ("boundary_by_hand", "unsynced", "grad_changed_by_hand")
-    own_names = (*by_hand, SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE, GROWS)
-    named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", *own_names)
-    kept |= {key: facts[key] for key in named if facts.get(key)}
-    if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
-        kept[SHARED_SEQUENCES] = shared
-    if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
-        kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
-    samples = batch["micro_batch"] * batch["accumulation"] * batch.get(BY_HAND, 1)
-    saved = facts.get("saved_bytes") if batch["counted"] else None
-    kept |= batch
-    if not own:
-        micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
-        rows = {number: one * micro_batch * accumulation for number, one in facts.get("beside", {}).items()}
-        kept |= {"micro_batch": micro_batch, "accumulation": accumulation, **({"beside": rows} if rows else {})}
-    return {
-        **kept,
-        "seq_len": max(1, int(facts.get("widest", 1)) // (batch["micro_batch"] if batch["counted"] == TOKENS else 1)),
-        "tokens_per_sample": facts.get("tokens", samples) / samples,
-        "saved_bytes_per_sample": saved and saved / batch["micro_batch"],
-    }
+    seen = facts if own else {**facts, "micro_batch": 1, "accumulation": 1, "said": {}}
+    made = ScriptProfile.from_json({**facts, **read(seen)})
+    samples = made.micro_batch * made.accumulation * made.accumulated_by_hand
+    saved = facts.get("saved_bytes", 0) if made.counted else 0
+    per_row = made.micro_batch if made.counted == TOKENS else 1
+    made = dataclasses.replace(
+        made,
+        seq_len=max(1, int(facts.get("widest", 1)) // per_row),
+        tokens_per_sample=facts.get("tokens", samples) / samples,
+        saved_bytes_per_sample=saved / made.micro_batch,
+    )
+    if made.evaluating:  # transformers' layers do not checkpoint in evaluation mode
+        made = dataclasses.replace(made, checkpointing=False, checkpointed=False)
+    if own:
+        return made
+    micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
+    rows = {number: one * micro_batch * accumulation for number, one in made.beside.items()}
+    return dataclasses.replace(made, micro_batch=micro_batch, accumulation=accumulation, beside=rows)
 
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
@@ -618,7 +593,6 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
 
 # -- short runs after the probe run ------------------------------------------------------------------------------------
 
-_MOST_RUNS = 2
 _WARMUP_STEPS, _MOST_STEPS = 2, 5  # of a run; the second includes the first
 
 
@@ -635,7 +609,7 @@ class ShortRuns:
     """
 
     def __init__(self, executor: Executor, seconds: float, baseline: Outcome | None = None) -> None:
-        self.executor, self._runs, self._seconds = executor, _MOST_RUNS, seconds
+        self.executor, self._runs, self._seconds = executor, 2, seconds
         self._baseline = baseline
         self.repeats_seeds = False  # the script named other seeds than in its first run
         self._measured = False
@@ -709,18 +683,18 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     """Return the flags that carry the micro-batch or the accumulation, of those that no known flag carries, as a profile.
 
     Returns:
-        The keys `FOUND`, `TIMES` and `PRODUCTS` of a profile; only those that are not empty.
+        Fields of a profile, with a line for each attempt; only those that are not empty.
 
     Raises:
         Stopped: the user stopped the tuner.
     """
     seen = script.profile
-    if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
+    if seen.through_arguments or not seen.counted or not facts.get("rows") or not facts.get("micros"):
         return {}
     cut = _cut_by_loop(seen, facts)
-    seen = {**seen, **cut}
+    seen = dataclasses.replace(seen, **cut)
     script = dataclasses.replace(script, profile=seen)
-    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
+    own = {MICRO_BATCH: seen.micro_batch, ACCUMULATION: _accumulation(seen, facts["micros"], seen.accumulation)}
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
     likely = {flag: value for flag, value in integers.items() if not _is_other_variable(flag)}
@@ -730,20 +704,30 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     products = _Products.of(runs.executor.hardware.count, own, wanted, facts, likely)
     attempts = [*_attempts(own, wanted, likely, products.options)]
     attempts += [one for one in _attempts(own, wanted, integers, {}) if one not in attempts]
+    sought = " and ".join(f"{_NAMED[knob]} {own[knob]}" for knob in wanted)
+    lines = (
+        [] if attempts or not wanted else [f"no flag, variable or value of a file was found that may be its {sought}"]
+    )
     for options, of_products in attempts:
         if not runs.left:
+            lines.append(f"what carries its {sought} was not sought further: no run or time is left")
             break
         changed = _other_values(options, of_products, own[MICRO_BATCH])
-        now = _batch_with(runs, script, facts, changed)
+        now, why = _batch_with(runs, script, facts, changed)
+        tried = f"tried {', '.join(f'{flag} {integers[flag]} -> {value}' for flag, value in changed.items())}"
         if now is None:
+            lines.append(f"{tried}: not taken, {why}")
             continue
         carriers = {knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted}
-        found: dict[str, Any] = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
-        missing = [knob for knob in wanted if knob not in found[FOUND]]
-        more = products.roles({flag: changed[flag] for flag in of_products}, now, missing)
-        found = {**more, FOUND: {**found[FOUND], **more[FOUND]}}
+        alone = {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}
+        missing = [knob for knob in wanted if knob not in alone]
+        found = products.roles({flag: changed[flag] for flag in of_products}, now, missing)
+        found["found_flags"] = {**alone, **found["found_flags"]}
+        steps = ", ".join(f"{_NAMED[knob]} {now[knob]:g}" for knob in own)
+        chosen = ", ".join([*found["found_flags"].values(), *found["product_flags"]]) or "nothing, no value explains it"
+        found["attempts"] = (*lines, f"{tried}: {steps}; taken: {chosen}")
         return {key: value for key, value in found.items() if value}
-    return {}
+    return {"attempts": tuple(lines)}
 
 
 def _attempts(
@@ -848,7 +832,7 @@ class _Products:
             left = [flag for flag in of_step if flag not in carriers.values()]
             products = products or {flag: self.options[flag] for flag in left}
         multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
-        return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
+        return {"found_flags": carriers, "flag_times": multiples, "product_flags": products}
 
 
 def _other_values(options: dict[str, int], products: dict[str, int], micro_batch: int) -> dict[str, int]:
@@ -884,52 +868,52 @@ def _is_free(value: float, taken: set[int]) -> bool:
     return value == int(value) > 0 and value not in taken
 
 
-def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterator[str]:
+def _lines_of_flags(profile: ScriptProfile, integers: dict[str, int]) -> Iterator[str]:
     """Yield what was found about each flag."""
-    for knob, flag in profile.get(FOUND, {}).items():
-        times = profile.get(TIMES, {}).get(knob)
+    for knob, flag in profile.found_flags.items():
+        times = profile.flag_times.get(knob)
         over = f" times {times}" if times else ""
         yield f"{flag} {integers[flag]} is its {_NAMED[knob]}{over}: candidates set it (--map {knob}=--FLAG names another)"
-    for flag, value in profile.get(PRODUCTS, {}).items():
-        decides = "" if MICRO_BATCH in profile.get(FOUND, {}) else ", and it decides their micro-batch"
+    for flag, value in profile.product_flags.items():
+        decides = "" if MICRO_BATCH in profile.found_flags else ", and it decides their micro-batch"
         yield f"{flag} {value} is the batch of its whole step: candidates keep it{decides}"
 
 
 def _batch_with(
     runs: ShortRuns, script: Script, facts: dict[str, Any], flags: dict[str, int]
-) -> dict[str, float] | None:
-    """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
+) -> tuple[dict[str, float] | None, str]:
+    """Return the batch of the script's steps with these values of its flags, by knob; None and the reason if it does not run."""
     argv = list(script.argv)
     in_words = argument_names(script.argv)
     tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
     for flag in flags.keys() - tried.keys():
         argv = with_flag(argv, flag, flags[flag])
     named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
-    profile = {name: script.profile[name] for name in (LARGEST,) if name in script.profile}
-    profile |= {TRIED: tried} if tried else {}
+    seen = script.profile
+    profile = ScriptProfile(largest=seen.largest, pads_to=seen.pads_to, tried_values=tried)
     typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile=profile)
     job = dataclasses.replace(runs.executor.job, script=typed)
     outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
-        return None
-    rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
+        return None, outcome.reason or "its steps cannot be counted"
+    rows_of_one = facts["rows"] / (facts["micros"] * script.profile.micro_batch)
     accumulation = _accumulation(script.profile, now["micros"], now["accumulation"])
-    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}
+    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}, ""
 
 
-def _cut_by_loop(profile: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def _cut_by_loop(profile: ScriptProfile, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the batch of a loop that cuts its engine's batch into micro-batches; empty for another loop."""
-    micros, micro_batch = facts.get("micros") or 1, profile["micro_batch"]
-    whole = facts.get("rows") == micro_batch and profile["counted"] == "rows" and profile["accumulation"] == 1
+    micros, micro_batch = facts.get("micros") or 1, profile.micro_batch
+    whole = facts.get("rows") == micro_batch and profile.counted == "rows" and profile.accumulation == 1
     if micros == 1 or not whole or micro_batch % micros:
         return {}
-    counts = {"rows_per_sample": 1, "micros_per_accumulation": 1.0, "counted": "rows", LOOPED: "cuts"}
+    counts = {"rows_per_sample": 1, "micros_per_accumulation": 1.0, "counted": "rows", "loop_accumulates": "cuts"}
     return {"micro_batch": micro_batch // micros, "accumulation": micros, **counts}
 
 
-def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:
+def _accumulation(profile: ScriptProfile, micros: int, of_engine: int) -> int:
     """Return the accumulation of steps with so many backwards: the engine's, or the loop's in an engine without any."""
-    by_loop = profile.get(LOOPED) or (BY_HAND in profile and profile["accumulation"] == 1)
+    by_loop = profile.loop_accumulates or (profile.accumulated_by_hand > 1 and profile.accumulation == 1)
     return micros if by_loop else of_engine
 
 
@@ -955,9 +939,9 @@ def check_batch(
         UserError: it does not take its own global batch from its known flag.
         Stopped: the user stopped the tuner.
     """
-    if not Counted.of(script.profile).unit:
-        return str(script.profile.get("uncounted", UNCOUNTED))
-    if not all(script.profile.get("beside", {}).values()):
+    if not script.profile.counted:
+        return script.profile.uncounted or UNCOUNTED
+    if not all(script.profile.beside.values()):
         return UNCOUNTED_BESIDE
     own = own_candidate(script)
     if least is not None:
@@ -981,7 +965,7 @@ def check_batch(
     if first.source is not Source.BATCH:
         return f"told another batch ({other}), {script.target} fails: {first.reason}"
     disobeys = all(one.source is Source.BATCH and told.rows_per_rank == own.rows_per_rank for told, one in refused)
-    typed = dict(script.flags).keys() - script.profile.get(FOUND, {}).keys()
+    typed = dict(script.flags).keys() - script.profile.found_flags.keys()
     if disobeys and {MICRO_BATCH, ACCUMULATION} & typed:
         raise UserError(first.reason)
     return first.reason
@@ -992,7 +976,7 @@ def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace:
     found = compare(reference, own_candidate(script), trace, other)
     if found.verdict is not Verdict.DIFFERS:
         return ""
-    if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH:
+    if script.profile.averages_by_rank and found.cause == MICRO_BATCH:
         return f"{found.text}; {_AVERAGES}"
     return found.text
 

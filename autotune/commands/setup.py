@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,12 @@ from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import (
     FULL,
+    MOST_TOKENS,
     SEQUENCE_RANKS,
     Job,
     Lora,
     Script,
     counted_ranks,
-    load_lengths,
-    longest_sequence,
     parse_lora,
     sequence_ranks,
 )
@@ -47,7 +47,7 @@ from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, digests, edited_since, stored_findings
 from autotune.search.fingerprint import identity
-from autotune.util.bounds import MOST, display_value, whole_number
+from autotune.util.bounds import MOST, display_value, parse_json, read_text, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
 
@@ -697,3 +697,74 @@ def _reserving(hardware: Hardware, request: Request) -> Hardware:
             f"{format_bytes(taken)}. Free memory of the GPU, or use another one."
         )
     return hardware
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+MOST_LENGTHS = 256  # different lengths kept per data set
+
+
+def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
+    """Read a data set's lengths in tokens: a JSON object or CSV lines of `length: count`, or one length per line.
+
+    If there are many different lengths, they are rounded up into groups, so that no batch is underestimated.
+
+    Raises:
+        UserError: the file has none of these forms.
+    """
+    expected = 'expected {"512": 1000, …}, lines of `512,1000`, or one length a line'
+    what = f"--lengths {path}"
+    text = read_text(path, what, expected)
+    rows: list[list[object]]
+    if text.lstrip().startswith("{"):
+        data = parse_json(text, what, expected)
+        rows = [[tokens, count] for tokens, count in data.items()]
+    else:
+        rows = [[*words] for line in text.splitlines() if (words := line.replace(",", " ").split())]
+    counts: Counter[int] = Counter()
+    for row in rows:
+        if len(row) > 2:
+            raise UserError(
+                f"{what}: {display_value(' '.join(map(str, row)))}: more than two numbers in a line; {expected}"
+            )
+        tokens, count = row[0], row[1] if len(row) > 1 else 1
+        try:
+            counts[whole_number(tokens, what, 1, MOST_TOKENS)] += whole_number(count, what)
+        except UserError as error:
+            raise UserError(f"{error}; {expected}") from None
+    if not +counts:
+        raise UserError(f"--lengths {path} is empty; {expected}")
+    step = -(-max(counts) // MOST_LENGTHS) if len(counts) > MOST_LENGTHS else 1
+    merged: Counter[int] = Counter()
+    for tokens, count in counts.items():
+        merged[min(max(counts), -(-tokens // step) * step)] += count
+    return tuple(sorted((+merged).items()))
+
+
+# Models whose positions start after the padding token's id (RoBERTa's), and models with relative positions. T5's `n_positions` is
+# only the length used in pretraining.
+_FROM_PADDING = (
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "data2vec-text",
+    "xmod",
+)
+_RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+
+
+def longest_sequence(config: dict[str, Any]) -> int | None:
+    """Return the model's longest sequence in tokens by its configuration, or None if it sets no limit."""
+    text = config.get("text_config") or config
+    if config.get("model_type") in _RELATIVE:
+        return None
+    taken = (text.get("pad_token_id") or 0) + 1 if config.get("model_type") in _FROM_PADDING else 0
+    for key in _LENGTH_KEYS:
+        if isinstance(text.get(key), int):
+            return int(text[key]) - taken
+    return None

@@ -26,7 +26,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
-from autotune.script.profile import RAN, SEEDS, SHARED_SEQUENCES
+from autotune.script.profile import RAN
 from autotune.script.recorded import runs_user_code
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
@@ -347,7 +347,7 @@ class LocalSession:
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
         if any(result.get("seeds") for result in self._results):
-            self.facts[SEEDS] = [result["seeds"] for result in self._results]
+            self.facts["seeds"] = [result["seeds"] for result in self._results]
         if any(result.get("repeats_seeds") for result in self._results):
             self.facts["repeats_seeds"] = True
         hardware = self._executor.hardware
@@ -453,7 +453,7 @@ class LocalSession:
         if self._executor.cancelled():  # `scancel` ends tuner and ranks together, so the ranks may die first
             return interrupted_outcome(group.phase)
         script = self._job.script
-        known = script is not None and bool(script.profile) and self._checkpoint is None
+        known = script is not None and script.profile.is_known and self._checkpoint is None
         server_lives = not self._executor.is_local or not self._executor.target.broken
         found = untunable_outcome(evidence, group.phase, known=known)
         return found or failed_outcome(evidence, greeted=group.greeted, server_lives=server_lives)
@@ -493,7 +493,7 @@ def measurement_of(
     pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a probe run of a script
-        trained = facts["micro_batch"] * facts["accumulation"] * (job.ranks // facts.get(SHARED_SEQUENCES, 1))
+        trained = facts["micro_batch"] * facts["accumulation"] * (job.ranks // facts.get("sequence_ranks", 1))
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result.get("tokens", 0.0) for result in results) * job.ranks / len(results)

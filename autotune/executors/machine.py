@@ -435,7 +435,7 @@ def trial_sandbox(
 
 def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
     """Yield DeepSpeed's NVMe swap folders, which a sandbox layer would move to another drive."""
-    own = job.script.profile.get("config", {}) if job.script else {}
+    own = job.profile.config or {}
     for config in (own, candidate.ds_config(job)):
         zero = config.get("zero_optimization")
         for name in ("offload_optimizer", "offload_param"):

@@ -621,9 +621,8 @@ _WEIGHT_BYTES = 2
 
 def parameter_count(job: Job) -> int:
     """Return the parameters of the job's model, frozen ones included; 0 if unknown."""
-    profile = job.script.profile if job.script else {}
-    if profile.get("trained"):
-        return int(sum(profile["trained"]) + profile["frozen"])
+    if job.profile.trained:
+        return sum(job.profile.trained) + job.profile.frozen
     if job.model.parameters:
         return job.model.parameters
     layers = layer_parameters(job.model.config, job.task)

@@ -105,7 +105,7 @@ def trace_job(
         raise UserError(
             f"--attn {job.attention} computes in 16 bits: give --precision bf16 or fp16, or another attention"
         )
-    if job.script and not traceable(job.script.profile):
+    if job.script and not traceable(job.profile):
         return profile_trace(job)
     if job.liger and job.workload is None:
         plain = dataclasses.replace(job, liger=False, loss=LIGER_LOSS)

@@ -17,7 +17,7 @@ from autotune.errors import UserError
 from autotune.predict.calibration import UNTRACED
 from autotune.predict.step_time import dense_shape, layer_parameters, matmul_parameters, table_sizes
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
-from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
+from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job, ScriptProfile
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES
 from autotune.util.bounds import bounded_bytes
 from autotune.util.files import cache_root, shipped_json
@@ -119,10 +119,10 @@ def known_trace(job: Job, loss: str = "own", device: str = "cuda") -> Trace | No
     return Trace.from_json(data) if data else None
 
 
-def traceable(profile: dict[str, Any]) -> bool:
+def traceable(profile: ScriptProfile) -> bool:
     """Check that a script trains what a trace runs: a whole causal model, on the model's own loss."""
-    one_row = profile.get("rows_per_sample") == 1 or profile.get("counted") == "tokens"  # those are packed end to end
-    return bool(profile.get("causal") and not profile.get("frozen") and one_row)
+    one_row = profile.rows_per_sample == 1 or profile.counted == "tokens"  # those are packed end to end
+    return profile.causal and not profile.frozen and one_row
 
 
 # -- fused kernels -----------------------------------------------------------------------------------------------------
@@ -286,16 +286,15 @@ def profile_trace(job: Job) -> Trace:
     Raises:
         UserError: the probe run found no trained parameters.
     """
-    seen: dict[str, Any] = job.script.profile if job.script else {}
-    if not seen.get("trained"):
+    seen = job.profile
+    if not seen.trained:
         raise UserError("the script showed no parameters that are trained")
-    trained: list[int] = seen["trained"]
-    tokens = float(seen["tokens_per_sample"])
-    saved = float(seen.get("saved_bytes_per_sample") or _saved_by(sum(trained, seen["frozen"]), tokens))
+    trained, tokens = [*seen.trained], seen.tokens_per_sample
+    saved = seen.saved_bytes_per_sample or _saved_by(sum(trained, seen.frozen), tokens)
     note = "the script's model is not traced: predicted from what its first steps showed"
-    made = _of_sizes(job, trained, seen["frozen"], tokens, saved, note)
-    made = dataclasses.replace(made, matrices=seen.get("matrices"))
-    return dataclasses.replace(made, plain=made.of(True)) if seen.get("checkpointed") else made
+    made = _of_sizes(job, trained, seen.frozen, tokens, saved, note)
+    made = dataclasses.replace(made, matrices=[*seen.matrices] or None)
+    return dataclasses.replace(made, plain=made.of(True)) if seen.checkpointed else made
 
 
 def _saved_by(elements: int, tokens: float) -> float:

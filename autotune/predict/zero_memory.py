@@ -18,7 +18,6 @@ from autotune.problem.ds_config import in_new_names
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
 from autotune.problem.job import Job, weights_bytes
 from autotune.problem.models import attention_heads
-from autotune.script.profile import TORCHS
 from autotune.util.units import MIB
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ class Sizes:
             trained=total,
             # A rank's part of an expert is one of ranks / ep_size (deepspeed 0.19.8, moe/layer.py: an expert-data-parallel
             # group).
-            part=(total + job.experts_elsewhere) / job.ranks,
+            part=(total + job.profile.experts_elsewhere) / job.ranks,
             largest=float(trace.largest),
             frozen=float(trace.frozen),
             width=width,
@@ -730,15 +729,14 @@ def _of_script(job: Job) -> tuple[float, bool, bool] | None:
     None if the profile has no optimizer. torch uses `foreach` on CUDA if a script sets neither option (torch 2.13,
     torch/optim/adam.py, `adam`).
     """
-    profile = job.script.profile if job.script is not None else {}
-    if found := profile.get(TORCHS):
+    if found := job.profile.torch_optimizer:
         kind, fused, foreach = str(found["class"]).lower(), found["fused"], found["foreach"]
         loops = not fused and not foreach and (fused, foreach) != (None, None)
         table = {} if fused else _LOOP_BYTES if loops else _FOREACH_BYTES
         return float(table.get(kind, 0)), False, loops
     # DeepSpeed's or apex's, which `_configure_fp16_optimizer` recognizes by its class
-    if found := profile.get("optimizer"):
-        return 0.0, found == "FusedAdam" and not job.plain, False
+    if job.profile.optimizer:
+        return 0.0, job.profile.optimizer == "FusedAdam" and not job.plain, False
     return None
 
 

@@ -161,9 +161,9 @@ class Candidate:
 
     def engine_batch(self, script: Script | None) -> tuple[int, int]:
         """Return (micro-batch, accumulation) of the engine's config; a script's own loop may accumulate instead."""
-        if script is None or not script.loop_accumulates:
+        if script is None or not script.profile.loop_accumulates:
             return self.micro_batch, self.accumulation
-        return self.rows_per_rank if script.loop_cuts else self.micro_batch, 1
+        return self.rows_per_rank if script.profile.loop_accumulates == "cuts" else self.micro_batch, 1
 
     def __str__(self) -> str:
         return describe(self.as_dict)
@@ -182,7 +182,7 @@ class Candidate:
                 config["zero_optimization"].setdefault("reduce_scatter", False)
         if job.script is None or not job.script.holds_batch:
             micro_batch, accumulation = self.engine_batch(job.script)
-            if job.script is not None and job.script.loop_accumulates:
+            if job.profile.loop_accumulates:
                 config |= {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
             # Under Ulysses, Trainer counts it over all ranks and DeepSpeed over groups of them; DeepSpeed computes a missing one.
             if job.script is None or job.data_ranks == job.ranks:
@@ -214,7 +214,7 @@ def rank_variables(candidate: Candidate, job: Job, own: Mapping[str, str]) -> di
 
     They are the device's variables that the script's code was seen to set, and the candidate's.
     """
-    seen = job.script.variables if job.script is not None else {}
+    seen = job.profile.variables
     return {**seen, **candidate.environment({**own, **seen})}
 
 

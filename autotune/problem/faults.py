@@ -97,10 +97,10 @@ def facts_of(config: Mapping[str, Any], job: Job | None = None) -> dict[str, Any
 
 def own_facts(job: Job) -> dict[str, Any]:
     """Return the facts of the user's own training; empty if the user has no config."""
-    seen = job.script.profile if job.script is not None else {}
-    if seen.get("config") is None:
+    seen = job.profile
+    if seen.config is None:
         return facts_of(job.base_config, job) if job.base_config else {}
-    return {**facts_of(in_new_names(seen["config"]), job), **accumulation_facts(job, seen["accumulation"])}
+    return {**facts_of(in_new_names(seen.config), job), **accumulation_facts(job, seen.accumulation)}
 
 
 def accumulation_facts(job: Job, accumulation: int) -> dict[str, Any]:
@@ -109,9 +109,10 @@ def accumulation_facts(job: Job, accumulation: int) -> dict[str, Any]:
     An engine whose boundary the loop sets accumulates as by its config. Under `engine.no_sync`, only the last backward
     reduces gradients, and it reduces the sum of all.
     """
-    if job.script is None or not job.script.loop_accumulates or job.script.profile.get("boundary_by_hand"):
+    seen = job.profile
+    if not seen.loop_accumulates or seen.boundary_by_hand:
         return {"accumulation": accumulation}
-    return {"accumulation": 1, "backwards_per_step": 1 if job.script.profile.get("unsynced") else accumulation}
+    return {"accumulation": 1, "backwards_per_step": 1 if seen.unsynced else accumulation}
 
 
 def warnings(facts: Facts, deepspeed: tuple[int, ...]) -> list[str]:
@@ -177,16 +178,15 @@ def job_facts(job: Job) -> dict[str, Any]:
         if "type" not in job.own_optimizer:
             found |= {"optimizer": job.optimizer, "fused_optimizer": job.optimizer == "fused_adam"}
         return {**found, "backwards_per_step": 1, "grad_changed_by_hand": False, "boundary_by_hand": False}
-    seen = job.script.profile
+    seen = job.profile
     found["compiled"] = None  # a script may compile its model itself
-    found["gathered_loss"] = (
-        seen.get("through_arguments") or None
-    )  # transformers, integrations: deepspeed_sp_compute_loss
-    if seen.get("client_optimizer") and (kind := str(seen.get("optimizer", "")).lower()):
+    # transformers, integrations: deepspeed_sp_compute_loss
+    found["gathered_loss"] = seen.through_arguments or None
+    if seen.client_optimizer and (kind := seen.optimizer.lower()):
         found |= {"optimizer": "muon" if "muon" in kind else kind, "fused_optimizer": kind.startswith("fused")}
-    found |= {name: seen[name] for name in ("zero_init", "boundary_by_hand", "grad_changed_by_hand") if name in seen}
-    if found.get("boundary_by_hand") or seen.get("unsynced"):
+    found |= {name: True for name in ("zero_init", "boundary_by_hand", "grad_changed_by_hand") if getattr(seen, name)}
+    if seen.boundary_by_hand or seen.unsynced:
         found["backwards_per_step"] = 1
-    elif seen.get("counted", "rows") and not job.script.loop_accumulates:
-        found["backwards_per_step"] = seen.get("micros_per_accumulation", 1.0)
+    elif seen.counted and not seen.loop_accumulates:
+        found["backwards_per_step"] = seen.micros_per_accumulation
     return _known(found)

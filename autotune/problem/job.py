@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
 from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec, attention_heads
-from autotune.util.bounds import display_value, known_fields, parse_json, read_text, used_fields, whole_number
+from autotune.util.bounds import display_value, known_fields, used_fields, whole_number
 from autotune.util.interpreter import OWN, Interpreter
-from autotune.util.units import format_bytes
 
 # -- sequence parallelism ----------------------------------------------------------------------------------------------
 
@@ -130,6 +128,112 @@ class ArgumentFile:
     launcher: bool = False  # read by the launcher, not by the script
 
 
+def _empty() -> Any:
+    return field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScriptProfile:
+    """Findings of a script's probe run. Until that has run, `micro_batch` is 0.
+
+    The names are those of the ranks' facts, and of the keys in stored studies. Version 1 was stored without its number.
+    """
+
+    version: int = 2
+    config: dict[str, Any] | None = None  # the script's DeepSpeed config
+    precision: str = "fp32"
+    model_config: dict[str, Any] = _empty()
+    causal: bool = False  # a language model with its own loss
+    trained: tuple[int, ...] = ()  # elements of each trained parameter
+    frozen: int = 0  # elements of all others
+    matrices: tuple[int, ...] = ()  # elements of trained parameters that DeepSpeed has tagged for Muon
+    experts_elsewhere: int = 0  # elements of experts that other ranks of an expert-parallel group hold
+    sequence_ranks: int = 1  # ranks that share each sequence (Ulysses)
+    seq_len: int = 1  # tokens of the longest row
+    # tokens of a row in the first and in the last step, if rows grow step by step; and in the data, if it is measured at that
+    grows: tuple[int, ...] = ()
+    pads_to: int = 0  # tokens to which the forwards of each run are padded, because rows grow to it; 0: none are
+    tokens_per_sample: float = 0.0  # mean of the first steps; 0 if unknown
+    saved_bytes_per_sample: float = 0.0  # saved for backward; 0 if unknown
+    # -- how it trains
+    through_arguments: bool = False  # TrainingArguments carry the batch
+    averages_by_rank: bool = False  # Trainer averages a loss over each rank's own tokens
+    lightning: bool = False
+    loader_prepared: bool = False  # accelerate has prepared the script's own loader
+    loader_split: bool = False  # accelerate splits that loader's batches over the ranks
+    relaunched: int = 0  # ranks that the script starts itself; 1 if unknown
+    optimizer: str = ""  # kind of the optimizer that the script makes
+    torch_optimizer: dict[str, Any] = (
+        _empty()
+    )  # class, `fused` and `foreach` of torch's optimizer that the script makes
+    client_optimizer: bool = False  # the script makes its optimizer
+    untested_optimizer: bool = False
+    checkpointing: bool = False  # activation checkpointing can be switched
+    checkpointed: bool = False
+    checkpointing_call: str = ""  # switches it on in the script's model, unless it is transformers' call
+    evaluating: bool = False  # the model trains in evaluation mode
+    zero_init: bool = False  # the script builds its model under `deepspeed.zero.Init`
+    earlier: int = 0  # engines with an optimizer, built before the one that trains
+    kept_configs: tuple[Any, ...] = ()  # ZeRO sections of accelerate's other plugins, which no candidate changes
+    boundary_by_hand: bool = False  # the script says which micro-batch ends a step
+    unsynced: bool = False  # it sums gradients under `engine.no_sync`
+    grad_changed_by_hand: bool = False
+    ops: tuple[str, ...] = ()  # builders of DeepSpeed's ops that were first seen in the probe run
+    # -- its batch
+    micro_batch: int = 0
+    accumulation: int = 1
+    counted: str = "rows"  # unit of its steps: `rows`, `sequences`, packed `tokens`, or empty if nothing can be counted
+    counted_by: str = ""  # tensor that counts the rows; empty: the first
+    uncounted: str = ""  # reason for no count
+    rows_per_sample: float = 1.0  # units per sample of the micro-batch: 2 if a loss compares pairs
+    micros_per_accumulation: float = 1.0  # forwards with a backward, per accumulation step
+    accumulated_by_hand: int = 1  # backwards that the script's loop sums in each accumulation step of its config
+    # True: an argument sets the micro-batches that the script's loop sums in a step. "cuts": of its engine's batch
+    loop_accumulates: bool | str = False
+    batch_note: str = ""  # reason for which the batch is kept
+    held: dict[str, int] = _empty()  # `micros` and `rows` of each step, if the batch is kept
+    beside: dict[str, int] = _empty()  # rows of a step of each auxiliary engine
+    # -- what carries it
+    flags: tuple[str, ...] = ()  # known flags that its parsers have
+    spellings: dict[str, Any] = _empty()  # flag -> words for [no, yes], if these are not `flag False` and `flag True`
+    found_flags: dict[str, str] = _empty()  # flags that were found to carry a knob, by knob
+    flag_times: dict[str, int] = _empty()  # multiple of the knob that such a flag takes, by knob
+    product_flags: dict[str, int] = _empty()  # own values of flags for the samples of a whole step
+    attempts: tuple[str, ...] = ()  # lines: what the search for flags has tried and seen, and what it has taken
+    tried_values: dict[str, int] = _empty()  # values of files and variables in one run of the search for flags
+    # -- what else decides it
+    variables: dict[str, str] = _empty()  # device variables that its code sets: too late for a rank
+    environment: dict[str, str | None] = _empty()  # variables that its code reads; None if not set. Secrets are masked.
+    sources: dict[str, str] = _empty()  # digests of its files
+    seeds: tuple[Any, ...] = ()  # by rank, seeds of the probe run, if the script names others in each run
+    # under --worst-case, the largest sample by key of a data set; empty if the samples cannot be read
+    largest: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ScriptProfile:
+        """Return the profile of facts or JSON data; missing and empty values take their default.
+
+        Raises:
+            ValueError: a newer version has stored the data.
+        """
+        if data.get("version", 1) > cls.version:
+            raise ValueError("a newer version has stored the findings about the script")
+        known = {name: value for name, value in known_fields(cls, data).items() if value is not None}
+        lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        return cls(**{**known, **lists, "version": cls.version})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return version and known values as JSON data; empty if there are none."""
+        default = vars(ScriptProfile())
+        known = {name: value for name, value in vars(self).items() if value != default[name]}
+        return known and {**known, "version": self.version}
+
+    @property
+    def is_known(self) -> bool:
+        """True after the probe run. A short run may repeat single findings before."""
+        return self.micro_batch > 0
+
+
 @dataclass(frozen=True)
 class Script:
     """User's own training script: the command typed after `--`, its folder, and the flags that carry knobs."""
@@ -139,7 +243,7 @@ class Script:
     flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) pairs that the user declared
     worst_case: bool = False  # every row is the largest sample, padded to the longest sequence that the script allows
     ds_config: str | None = None  # config file for scripts that leave DeepSpeed to `accelerate launch`
-    profile: dict[str, Any] = field(default_factory=dict)  # findings of the probe run
+    profile: ScriptProfile = ScriptProfile()
     launcher: tuple[str, ...] = ()  # launcher and its options, see `command_line.CommandLine`
     environment: tuple[tuple[str, str], ...] = ()  # (name, value) typed before the launcher
     program: str | None = None  # file of an installed command
@@ -159,12 +263,14 @@ class Script:
         for name in ("flags", "environment"):
             made[name] = tuple((first, second) for first, second in data.get(name, ()))
         made["files"] = tuple(ArgumentFile(**one) for one in data.get("files", ()))
+        made["profile"] = ScriptProfile.from_json(data.get("profile", {}))
         return cls(**{**data, **made})
 
     def to_json(self) -> dict[str, Any]:
         """Return the script as JSON data, without unused fields that older studies do not know, and without `sources`."""
         data = used_fields(self, ("flags", "worst_case", "ds_config"))
-        data["profile"].pop("sources", None)  # a fingerprint holds them outside the job
+        # a fingerprint holds the sources outside the job
+        data["profile"] = dataclasses.replace(self.profile, sources={}).to_json()
         return data
 
     @property
@@ -197,22 +303,7 @@ class Script:
     @property
     def holds_batch(self) -> bool:
         """True if the script always trains on its own batch. Then no batch knobs are passed to it."""
-        return bool(self.profile.get("batch_note"))
-
-    @property
-    def loop_accumulates(self) -> bool:
-        """True if the script's own loop sums the gradients of its accumulation, in an engine without accumulation."""
-        return bool(self.profile.get("loop_accumulates"))
-
-    @property
-    def loop_cuts(self) -> bool:
-        """True if that loop cuts its engine's batch, which is a whole step's, into micro-batches."""
-        return self.profile.get("loop_accumulates") == "cuts"
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Device variables that the script's code was seen to set: in time for a plain run, too late for a rank."""
-        return dict(self.profile.get("variables", {}))
+        return bool(self.profile.batch_note)
 
     @property
     def key(self) -> str:
@@ -349,14 +440,14 @@ class Job:
         return self.workload is not None or self.model.trust_remote_code
 
     @property
+    def profile(self) -> ScriptProfile:
+        """Findings about the script; empty without a script."""
+        return ScriptProfile() if self.script is None else self.script.profile
+
+    @property
     def sequence_ranks(self) -> int:
         """Ranks that share each sequence of a named model (Ulysses), by the user's own config; 1 if each has its own."""
         return 1 if self.script is not None else sequence_ranks(self.base_config)
-
-    @property
-    def experts_elsewhere(self) -> int:
-        """Elements of a script's experts that only other ranks of an expert-parallel group hold (`deepspeed.moe`)."""
-        return int(self.script.profile.get("experts_elsewhere", 0)) if self.script is not None else 0
 
     @property
     def data_ranks(self) -> int:
@@ -366,7 +457,7 @@ class Job:
     @property
     def ranks_per_sequence(self) -> int:
         """Ranks that share each sequence (Ulysses), of a script by its first run. A script's `seq_len` is a rank's part of it."""
-        return int(self.script.profile.get("sequence_ranks", 1)) if self.script is not None else self.sequence_ranks
+        return self.sequence_ranks * self.profile.sequence_ranks
 
     @property
     def element_bytes(self) -> float:
@@ -416,8 +507,8 @@ class Job:
 
         For a script it is the mean of its first steps, over all forwards of a sample.
         """
-        if self.script is not None and self.script.profile.get("tokens_per_sample"):
-            return float(self.script.profile["tokens_per_sample"])
+        if self.profile.tokens_per_sample:
+            return self.profile.tokens_per_sample
         sides = 2 if self.task == SEQ2SEQ else 1  # source and target
         if not self.lengths:
             return float(sides * self.seq_len)
@@ -426,9 +517,9 @@ class Job:
     @property
     def samples_per_row(self) -> float:
         """Mean number of sequences in one row of a batch: 1, or more if they are packed or if a script sums batches by hand."""
-        if self.script is not None:
-            return float(self.script.profile.get("accumulated_by_hand", 1))
-        return self.seq_len / self.tokens_per_sample if self.packed else 1.0
+        if self.packed:
+            return self.seq_len / self.tokens_per_sample
+        return self.profile.accumulated_by_hand
 
     @property
     def summary(self) -> str:
@@ -457,74 +548,6 @@ class Job:
 
 
 MOST_TOKENS = 10_000_000  # tokens per sequence
-MOST_LENGTHS = 256  # different lengths kept per data set
-
-
-def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
-    """Read a data set's lengths in tokens: a JSON object or CSV lines of `length: count`, or one length per line.
-
-    If there are many different lengths, they are rounded up into groups, so that no batch is underestimated.
-
-    Raises:
-        UserError: the file has none of these forms.
-    """
-    expected = 'expected {"512": 1000, …}, lines of `512,1000`, or one length a line'
-    what = f"--lengths {path}"
-    text = read_text(path, what, expected)
-    rows: list[list[object]]
-    if text.lstrip().startswith("{"):
-        data = parse_json(text, what, expected)
-        rows = [[tokens, count] for tokens, count in data.items()]
-    else:
-        rows = [[*words] for line in text.splitlines() if (words := line.replace(",", " ").split())]
-    counts: Counter[int] = Counter()
-    for row in rows:
-        if len(row) > 2:
-            raise UserError(
-                f"{what}: {display_value(' '.join(map(str, row)))}: more than two numbers in a line; {expected}"
-            )
-        tokens, count = row[0], row[1] if len(row) > 1 else 1
-        try:
-            counts[whole_number(tokens, what, 1, MOST_TOKENS)] += whole_number(count, what)
-        except UserError as error:
-            raise UserError(f"{error}; {expected}") from None
-    if not +counts:
-        raise UserError(f"--lengths {path} is empty; {expected}")
-    step = -(-max(counts) // MOST_LENGTHS) if len(counts) > MOST_LENGTHS else 1
-    merged: Counter[int] = Counter()
-    for tokens, count in counts.items():
-        merged[min(max(counts), -(-tokens // step) * step)] += count
-    return tuple(sorted((+merged).items()))
-
-
-# Models whose positions start after the padding token's id (RoBERTa's), and models with relative positions. T5's `n_positions` is
-# only the length used in pretraining.
-_FROM_PADDING = (
-    "roberta",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "roberta-prelayernorm",
-    "camembert",
-    "data2vec-text",
-    "xmod",
-)
-_RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
-
-
-_LONGEST = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
-
-
-def longest_sequence(config: dict[str, Any]) -> int | None:
-    """Return the model's longest sequence in tokens by its configuration, or None if it sets no limit."""
-    text = config.get("text_config") or config
-    if config.get("model_type") in _RELATIVE:
-        return None
-    taken = (text.get("pad_token_id") or 0) + 1 if config.get("model_type") in _FROM_PADDING else 0
-    for key in _LONGEST:
-        if isinstance(text.get(key), int):
-            return int(text[key]) - taken
-    return None
-
 
 # -- source text of a script -------------------------------------------------------------------------------------------
 #
@@ -542,9 +565,8 @@ def script_text(script: Script) -> str | None:
 
 def under_lightning(script: Script) -> bool:
     """Check that Lightning trains: the probe run showed it; before that, the script's text imports it."""
-    if script.profile.get("lightning") or "micro_batch" in script.profile:
-        return bool(script.profile.get("lightning"))
-    return _LIGHTNING.search(script_text(script) or "") is not None
+    known = script.profile
+    return known.lightning or (not known.is_known and _LIGHTNING.search(script_text(script) or "") is not None)
 
 
 # -- checkpoint --------------------------------------------------------------------------------------------------------
@@ -572,28 +594,6 @@ def weights_bytes(elements: float, element_bytes: float) -> float:
     Source: deepspeed 0.19.8, runtime/engine.py, `_zero3_consolidated_16bit_state_dict`; in fp32 it gathers 4 bytes an element.
     """
     return elements * element_bytes
-
-
-def sync_note(job: Job, stage: int, free_bytes: float) -> str:
-    """Describe the device memory for passing the weights to a rollout engine.
-
-    Trainers gather partitioned weights for it: TRL all at once with adapters, else parameter by parameter (trl 1.16.0,
-    generation/vllm_generation.py, `_iter_named_params`). Other stages hold them in full.
-
-    Args:
-        free_bytes: bytes of a device that are free at the peak, without the engine's own.
-    """
-    if stage < 3:
-        return "it needs no further room: below stage 3 a rank holds the full weights"
-    if job.model.parameters is None:
-        return "room for a full copy of the weights if they are gathered at once; the peak does not include it"
-    need = weights_bytes(job.model.parameters, job.element_bytes)
-    what = f"{format_bytes(need)} on a rank if the weights are gathered at once; {format_bytes(free_bytes)} are free at the peak"
-    return (
-        what
-        if need <= free_bytes
-        else f"{what}: gather them layer by layer, or between steps when activations are freed"
-    )
 
 
 def weights_seconds(elements: float, element_bytes: float) -> float:

@@ -108,7 +108,7 @@ def cuda(value: Value, c: RequirementInputs) -> str:
 def own_allocator(value: Value, c: RequirementInputs) -> str:
     """Require a script that sets no allocator variable."""
     set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
-    seen = c.job.script.variables if c.job.script is not None else {}
+    seen = c.job.profile.variables
     names = [*(one.name for one in set_by_it if not one.default), *seen]
     name = next((one for one in names if one in ALLOCATOR_VARIABLES), "")
     return f"is the script's own to set: its code sets {name}" if name else ""
@@ -157,8 +157,8 @@ def place_of_its_optimizer(value: Value, c: RequirementInputs) -> str:
     Only DeepSpeed's and apex's optimizers are limited. Fused ones accept only GPU tensors (`expected input to be on cuda`), CPU
     ones only tensors in main memory (ops/adam/cpu_adam.py, `CPUAdam param is on`).
     """
-    profile = c.job.script.profile if c.job.script is not None else {}
-    kind = "" if profile.get("through_arguments") else str(profile.get("optimizer", ""))  # Trainer follows the config
+    profile = c.job.profile
+    kind = "" if profile.through_arguments else profile.optimizer  # Trainer follows the config
     if c.hardware.device == "cuda" and steps_on_gpu(kind) and value != "none":
         return f"is not for the script's own {kind}, which steps on the GPU alone"
     if c.hardware.device == "cuda" and "CPU" in kind and value == "none":

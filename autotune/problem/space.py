@@ -637,13 +637,13 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
         knobs.pop(PACKING, None)
     if job.script is None:
         return dataclasses.replace(space, knobs=knobs)
-    seen = job.script.profile
+    seen = job.profile
     for knob in MODEL_KNOBS:
         knobs.pop(knob, None)
-    if not seen["checkpointing"]:
+    if not seen.checkpointing:
         knobs.pop(CHECKPOINTING, None)
-    if seen.get("checkpointed"):  # no switch for it was found, so that it stays on
+    if seen.checkpointed:  # no switch for it was found, so that it stays on
         knobs.setdefault(CHECKPOINTING, Domain((True,)))
-    if seen["batch_note"]:
-        knobs |= {MICRO_BATCH: Domain((seen["micro_batch"],)), ACCUMULATION: Domain((seen["accumulation"],))}
+    if seen.batch_note:
+        knobs |= {MICRO_BATCH: Domain((seen.micro_batch,)), ACCUMULATION: Domain((seen.accumulation,))}
     return dataclasses.replace(space, knobs=knobs)

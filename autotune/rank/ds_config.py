@@ -10,7 +10,6 @@ from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import KNOBS, is_off, lossy_of
 from autotune.problem.models import CAUSAL
-from autotune.script.profile import OPS
 
 # The type of the optimizer determines memory and time of a step. The learning rate does not, and is never exported.
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -146,13 +145,12 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
 
 def all_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
     """Return the needed ops and the optional ones that the probe run of a script loaded."""
-    return [*needed_ops(candidates, job, device), *(job.script.profile.get(OPS, ()) if job.script is not None else ())]
+    return [*needed_ops(candidates, job, device), *job.profile.ops]
 
 
 def _optimizer_ops(job: Job) -> tuple[str, str]:
     """Return the builders of the optimizer's step with and without offloading; an empty name means torch's own."""
-    profile = job.script.profile if job.script is not None else {}
-    if profile.get("client_optimizer") and not profile.get("through_arguments"):
+    if job.profile.client_optimizer and not job.profile.through_arguments:
         return "", ""  # the script's own optimizer is kept (`job_of`)
     own = job.own_optimizer if "type" in job.own_optimizer else None
     kind = str(own["type"] if own else job.optimizer).lower()

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.import_time_env import of_the_device, set_late, settings_in, too_late
-from autotune.problem.job import script_text
+from autotune.problem.job import ScriptProfile, script_text
 from autotune.problem.outcome import Phase
 from autotune.rank import hooks, measure
 from autotune.rank.base import EXIT_REPORTED, BaseRank, exit_process
@@ -39,7 +39,7 @@ from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
 from autotune.script.environment import READ, READ_INTEGERS
-from autotune.script.profile import GROWS, SEEDS, TOKENS, UNCOUNTED, Counted
+from autotune.script.profile import TOKENS, UNCOUNTED
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
 
@@ -127,7 +127,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.begin(joins=False)
         assert self.job.script is not None
         self.script = self.job.script
-        if seeds := self.script.profile.get(SEEDS, [])[self.number : self.number + 1]:
+        if seeds := self.script.profile.seeds[self.number : self.number + 1]:
             self.random_state = RandomState(self.number, *seeds)
         self.context = context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
@@ -297,7 +297,7 @@ class ScriptRank(BaseRank, TrainingObserver):
             Unusable: the batch differs, or too many steps were smaller.
         """
         profile = self.script.profile
-        for number, rows in self.rows_beside.items() if profile else ():
+        for number, rows in self.rows_beside.items() if profile.is_known else ():
             check_auxiliary_engine(rows, number, candidate, profile)
         short = check_batch(self.batch, candidate, profile)
         self.short_steps += bool(short)
@@ -343,7 +343,7 @@ class ScriptRank(BaseRank, TrainingObserver):
 
     def _tell_facts(self) -> None:
         self.facts |= late_facts(self.context)
-        if self.candidate is not None and self.script.profile:
+        if self.candidate is not None and self.script.profile.is_known:
             check_checkpointing(self.facts, self.candidate)
         self.channel.send("facts", config=self.config, said=self.context.said, **self.facts)
 
@@ -379,12 +379,10 @@ class ScriptRank(BaseRank, TrainingObserver):
         tokens = {}
         if any(batch.tokens > batch.rows for batch in batches):  # otherwise they have no tokens: images, audio frames
             tokens = {"tokens": statistics.fmean(batch.tokens for batch in batches)}
-        facts = {**self._trained(batches), **tokens, "widest": self.widest_tokens}
-        if self._evaluating:
-            facts["evaluating"] = True
+        facts = {**self._trained(batches), **tokens, "widest": self.widest_tokens, "evaluating": self._evaluating}
         if grows := growth(self.lengths):
-            facts[GROWS] = grows
-        if not self.script.profile:
+            facts["grows"] = [*grows, self.context.loader_tokens]
+        if not self.script.profile.is_known:
             facts[SOURCES] = source_files.found(self.context)
             facts[READ], facts[READ_INTEGERS] = environment.found(self.context, facts[SOURCES])
         if self.saved_tensors is not None:
@@ -417,7 +415,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         Raises:
             Unusable: the steps do not match the candidate.
         """
-        if self.candidate is not None and self.script.profile:
+        if self.candidate is not None and self.script.profile.is_known:
             check_tokens(batches, self.candidate, self.script.profile)
             return {**typical_counts(batches)}
         loader = getattr(self.engine, "training_dataloader", None)
@@ -547,11 +545,11 @@ def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
         raise Unusable(f"the script switches activation checkpointing {off} where it was told {on}")
 
 
-def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> str:
+def check_batch(batch: Batch, candidate: Candidate, profile: ScriptProfile) -> str:
     """Check one rank's batch of one step against the candidate, whose speed must not come from another batch.
 
     Args:
-        profile: facts of the probe run, see `script.profile.Counted`.
+        profile: findings of the probe run.
 
     Returns:
         A text about a smaller batch, if the step may be a data set's last; empty for a full batch.
@@ -559,21 +557,20 @@ def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> 
     Raises:
         Unusable: the numbers of micro-batches or sequences differ.
     """
-    counted = Counted.of(profile)
-    if profile.get("batch_note") or not counted.unit:
-        if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
-            raise Unusable(profile.get("batch_note") or UNCOUNTED, Cause.BATCH)
+    if profile.batch_note or not profile.counted:
+        if (profile.micro_batch, profile.accumulation) != (candidate.micro_batch, candidate.accumulation):
+            raise Unusable(profile.batch_note or UNCOUNTED, Cause.BATCH)
         # counts of the script's own steps; missing if only the settings with the least memory ran
-        held = profile.get("held")
-        return _short_of(batch, held["micros"], held["rows"], "rows", profile["accumulation"]) if held else ""
-    micros = candidate.accumulation * counted.micros_per_accumulation
-    if counted.unit == TOKENS:  # tokens are checked by their mean, see `check_tokens`
+        held = profile.held
+        return _short_of(batch, held["micros"], held["rows"], "rows", profile.accumulation) if held else ""
+    micros = candidate.accumulation * profile.micros_per_accumulation
+    if profile.counted == TOKENS:  # tokens are checked by their mean, see `check_tokens`
         asked = 0 if batch.flat else candidate.micro_batch * micros
         return _short_of(batch, micros, asked, "rows", candidate.accumulation)
     # one row per forward with concatenated samples
     flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
-    asked = candidate.micro_batch * counted.per_sample * candidate.accumulation
-    return _short_of(batch, micros, asked, "sequences" if flat else counted.unit, candidate.accumulation)
+    asked = candidate.micro_batch * profile.rows_per_sample * candidate.accumulation
+    return _short_of(batch, micros, asked, "sequences" if flat else profile.counted, candidate.accumulation)
 
 
 def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation: int) -> str:
@@ -595,7 +592,7 @@ def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation
     return f"{gave}: say which flag {flag}" if seen < micros - 0.5 or got < asked - 0.5 else ""
 
 
-def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: dict[str, Any]) -> None:
+def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: ScriptProfile) -> None:
     """Check the mean tokens of packed rows, which are full except for a few percent.
 
     The mean must be closer to that of the candidate's micro-batch than to that of any other.
@@ -603,15 +600,14 @@ def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: dict[s
     Raises:
         Unusable: the number of concatenated rows differs.
     """
-    counted = Counted.of(profile)
-    if profile.get("batch_note") or counted.unit != TOKENS:
+    if profile.batch_note or profile.counted != TOKENS:
         return
     flat = [batch for batch in batches if batch.flat]  # rows of other batches are counted
     if not flat:
         return
-    told = candidate.accumulation * counted.micros_per_accumulation
+    told = candidate.accumulation * profile.micros_per_accumulation
     got = sum(batch.tokens for batch in flat) / sum(batch.micro_batches or told for batch in flat)
-    asked = candidate.micro_batch * counted.per_sample
+    asked = candidate.micro_batch * profile.rows_per_sample
     if abs(got / asked - 1) > min(_NEAR, 0.5 / candidate.micro_batch):
         raise Unusable(
             f"the script gave {got:.0f} tokens a micro-batch where about {asked:.0f} were asked for: say which flag sets the "
@@ -627,19 +623,19 @@ def typical_rows(rows: Sequence[int]) -> int:
     return 0 if max(rows) > most or smaller > max(1, MOST_SHORT * len(rows)) else most
 
 
-def check_auxiliary_engine(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:
+def check_auxiliary_engine(rows: Sequence[int], number: str, candidate: Candidate, profile: ScriptProfile) -> None:
     """Check the steps of an auxiliary engine: unchanged, or scaled like those of the first engine.
 
     Raises:
         Unusable: they are neither, or the engine made no step in the probe run.
     """
-    if "beside" not in profile:  # no auxiliary engine was seen, or an earlier version's probe run did not count
+    if not profile.beside:  # no auxiliary engine was seen
         return
-    own = profile["beside"].get(number)
+    own = profile.beside.get(number)
     if own == 0:  # its batch does not depend on the candidate
         return
     known = own or 0
-    times = candidate.rows_per_rank / (profile["micro_batch"] * profile["accumulation"])
+    times = candidate.rows_per_rank / (profile.micro_batch * profile.accumulation)
     other = [one for one in rows if abs(one - known) > 0.5 and abs(one - known * times) > 0.5]
     if other and (max(other) > known * max(1, times) or len(other) > max(1, MOST_SHORT * len(rows))):
         raise Unusable(

@@ -170,7 +170,7 @@ def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> 
     """Return settings of the space that keep the global batch and can load the checkpoints of `top`."""
     total = top.rows_per_rank
     sizes = [size for size in range(1, total + 1) if total % size == 0]
-    if job.script is not None and job.script.profile.get("batch_note"):
+    if job.profile.batch_note:
         sizes = [top.micro_batch]  # the script ignores any other batch size
     own, others, deepspeed = top.ds_config(job), _others(dict(top.family)), installed_deepspeed(job.interpreter)
     mine = layout(own)

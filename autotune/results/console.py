@@ -35,7 +35,7 @@ from autotune.problem.candidate import (
     job_with_candidate,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, sync_note, under_lightning
+from autotune.problem.job import Job, Script, under_lightning, weights_bytes
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
@@ -48,11 +48,10 @@ from autotune.results.export import (
 )
 from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
-from autotune.script.environment import READ, secrets_of
-from autotune.script.profile import GROWS, SPLIT, growth_line, other_batch
+from autotune.script.environment import secrets_of
+from autotune.script.profile import growth_line, other_batch
 from autotune.script.script import (
     KNOWN_FLAGS,
-    RELAUNCHED,
     carries_knob,
     command_sets_all,
     training_command,
@@ -357,9 +356,9 @@ def trial_lines(store: StudyStore, record: Record) -> list[str]:
     if remark := facts.remark(number):
         lines.append(f"  {remark}")
     told = {"reason": outcome.reason, "evidence": outcome.evidence, "exceptions": ", ".join(outcome.exceptions)}
-    lines += [f"  {name}: {masked(text)}" for name, text in told.items() if text]
-    lines += [f"  peak: {format_bytes(outcome.peak_bytes)}"] if outcome.peak_bytes else []
-    return [*lines, *([f"  logs: {outcome.log}"] if outcome.log else [])]
+    told |= {"peak": format_bytes(outcome.peak_bytes) if outcome.peak_bytes else "", "logs": outcome.log or ""}
+    told["batch"] = "\n  batch: ".join(store.job.profile.attempts if record.note == AS_IS else ())
+    return [*lines, *(f"  {name}: {masked(text)}" for name, text in told.items() if text)]
 
 
 # -- winner ------------------------------------------------------------------------------------------------------------
@@ -525,7 +524,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     lines += [f"  {line}" for line in facts.comparison()]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
-    if grows := job.script.profile.get(GROWS) if job.script is not None else None:
+    if grows := job.profile.grows:
         lines.append(f"  {growth_line(grows)}")
     lines += [f"  your training must {line}" for line in needs_of_loss(job_with_candidate(job, record.candidate))]
     lines += [f"  it {line}" for line in lossy_settings(record.candidate, job)]
@@ -606,21 +605,21 @@ def train_with(
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
-    if job.script.profile.get("through_arguments") and not job.script.holds_batch:
+    if job.profile.through_arguments and not job.script.holds_batch:
         sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
         open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
         named = ", ".join(f"{KNOWN_FLAGS[knob].removeprefix('--')}={size}" for knob, size in open_sizes.items())
         hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
-    if secrets := secrets_of(job.script.profile.get(READ, {})):
+    if secrets := secrets_of(job.profile.environment):
         hints += [f"  it reads {', '.join(secrets)}: set your own"]
-    started = job.script.profile.get(RELAUNCHED, 0)
+    started = job.profile.relaunched
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
-    loads = job.script.profile["loader_prepared"] and not job.script.holds_batch
+    loads = job.profile.loader_prepared and not job.script.holds_batch
     if loads and not carries_knob(job.script, MICRO_BATCH):
-        size = winner.micro_batch * (job.ranks if job.script.profile.get(SPLIT) else 1)
+        size = winner.micro_batch * (job.ranks if job.profile.loader_split else 1)
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
     if half := wrong_batch_warning(job.script, winner):
         hints += [f"  {half}"]
@@ -634,10 +633,32 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     switches on.
     """
     if winner.checkpointing:
-        known = script.profile.get("checkpointed") or carries_knob(script, CHECKPOINTING)
+        known = script.profile.checkpointed or carries_knob(script, CHECKPOINTING)
         return [] if known else [with_checkpointing(job)]
     left = without_checkpointing(winner, job)
     return [left] if left else []
+
+
+def sync_note(job: Job, stage: int, free_bytes: float) -> str:
+    """Describe the device memory for passing the weights to a rollout engine.
+
+    Trainers gather partitioned weights for it: TRL all at once with adapters, else parameter by parameter (trl 1.16.0,
+    generation/vllm_generation.py, `_iter_named_params`). Other stages hold them in full.
+
+    Args:
+        free_bytes: bytes of a device that are free at the peak, without the engine's own.
+    """
+    if stage < 3:
+        return "it needs no further room: below stage 3 a rank holds the full weights"
+    if job.model.parameters is None:
+        return "room for a full copy of the weights if they are gathered at once; the peak does not include it"
+    need = weights_bytes(job.model.parameters, job.element_bytes)
+    what = f"{format_bytes(need)} on a rank if the weights are gathered at once; {format_bytes(free_bytes)} are free at the peak"
+    return (
+        what
+        if need <= free_bytes
+        else f"{what}: gather them layer by layer, or between steps when activations are freed"
+    )
 
 
 def missing_memory(outcome: Outcome, hardware: Hardware) -> str:

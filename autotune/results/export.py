@@ -36,7 +36,7 @@ from autotune.results.output_files import check_out, secrets_note, sibling_path
 from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
-from autotune.script.profile import CALL, ZERO_INIT, other_batch
+from autotune.script.profile import other_batch
 from autotune.script.script import command, command_sets_all, read_variables, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
@@ -258,7 +258,7 @@ WITH_CHECKPOINTING = (
 
 def with_checkpointing(job: Job) -> str:
     """Describe how to switch activation checkpointing on, if no argument does."""
-    call = job.script.profile.get(CALL) if job.script is not None else None
+    call = job.profile.checkpointing_call
     return f"have model.{call} in your script's code: {_MEASURED_WITH}" if call else WITH_CHECKPOINTING
 
 
@@ -267,9 +267,9 @@ def without_checkpointing(candidate: Candidate, job: Job) -> str:
 
     Return an empty text if the candidate has checkpointing.
     """
-    if job.script is None or not job.script.profile.get("checkpointed") or candidate.get(CHECKPOINTING) is not False:
+    if not job.profile.checkpointed or candidate.get(CHECKPOINTING) is not False:
         return ""
-    if call := job.script.profile.get(CALL):
+    if call := job.profile.checkpointing_call:
         return f"where your script's code itself has model.{call}, take it out: it was measured without activation checkpointing"
     return (
         "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's prepare_model_for_kbit_training "
@@ -283,7 +283,7 @@ def without_zero_init(candidate: Candidate, job: Job) -> str:
 
     Return an empty text unless the candidate's stage trains whole models.
     """
-    if job.script is None or not job.script.profile.get(ZERO_INIT) or candidate.stage == 3:
+    if not job.profile.zero_init or candidate.stage == 3:
         return ""
     return (
         "take deepspeed.zero.Init out of your script's code, or give it enabled=False: below stage 3 no engine trains a model "
@@ -442,7 +442,7 @@ def write_export(
     else:
         config = sibling_path(out, style, "deepspeed.json")
         # A script's own accelerate loop reads batch sizes from the config, Trainer from its arguments.
-        through = job.script is not None and job.script.profile.get("through_arguments")
+        through = job.profile.through_arguments
         made = hf_deepspeed_config(candidate, job) if through else candidate.ds_config(job)
         write_atomically(config, _config_json(made))
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)

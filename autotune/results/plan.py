@@ -17,9 +17,9 @@ from autotune.predict.what_if import host_bytes_per_node, is_published
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job, sync_note
+from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, RequirementInputs, loss_possible
-from autotune.results.console import code_legend, config_sentence
+from autotune.results.console import code_legend, config_sentence, sync_note
 from autotune.results.tables import DataTable
 from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd
 

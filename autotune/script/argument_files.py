@@ -16,7 +16,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Script
 from autotune.script.command_line import framework_of
-from autotune.script.environment import READ, VARIABLE
+from autotune.script.environment import VARIABLE
 
 Place = tuple[str, ...]  # keys, from the top
 # Names of each knob in such files: transformers' names, axolotl's, DeepSpeed's.
@@ -29,11 +29,6 @@ CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face
 # One of these at the top makes a JSON object a DeepSpeed config.
 DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
-# Keys of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them; multiples of the
-# knob that such a flag takes, if not 1 (a batch over all ranks); values of flags for the samples of a whole step.
-FOUND, TIMES, PRODUCTS = "found_flags", "flag_times", "product_flags"
-# key of a profile in one run of `script_probe.flags_found`: values of argument files by dotted name
-TRIED = "tried_values"
 OUTPUT = "output_dir"
 # A trial's folder links to all of the user's files. No file of theirs has these names.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
@@ -124,7 +119,7 @@ def knob_values(script: Script, knob: str) -> list[Any]:
     flag = dict(script.flags).get(knob)
     found: list[Any] = []
     if flag is not None and flag.startswith(VARIABLE):
-        value = {**script.profile.get(READ, {}), **dict(script.environment)}.get(flag.removeprefix(VARIABLE))
+        value = {**script.profile.environment, **dict(script.environment)}.get(flag.removeprefix(VARIABLE))
         found += [] if value is None else [value]
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
@@ -140,9 +135,9 @@ def knob_values(script: Script, knob: str) -> list[Any]:
 
 def times_of(script: Script, knob: str) -> int:
     """Return the multiple of a knob's value that its flag takes."""
-    found = script.profile.get(FOUND, {}).get(knob)
+    found = script.profile.found_flags.get(knob)
     is_found = found is not None and dict(script.flags).get(knob) == found  # `--map` may name another
-    return int(script.profile.get(TIMES, {}).get(knob, 1)) if is_found else 1
+    return script.profile.flag_times.get(knob, 1) if is_found else 1
 
 
 def own_config(script: Script) -> dict[str, Any] | Path | None:
@@ -260,7 +255,7 @@ def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | Non
 
 def _trainers(script: Script, data: dict[str, Any]) -> bool:
     """Check that the file holds arguments of a Trainer, so that a missing argument may be added."""
-    through = bool(script.profile.get("through_arguments")) or framework_of(script) is not None
+    through = script.profile.through_arguments or framework_of(script) is not None
     return through and has_known_key(data)
 
 

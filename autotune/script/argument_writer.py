@@ -24,7 +24,6 @@ from autotune.script.argument_files import (
     DS_KEYS,
     OUTPUT,
     OUTPUT_FOLDER,
-    TRIED,
     Place,
     changes_for,
     copies_folder,
@@ -145,7 +144,7 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
             changes = changes_for(
                 script, file, candidate, _merged_config(job, candidate, below / f".{path.stem}.ds.json")
             )
-        tried = script.profile.get(TRIED, {}).items()
+        tried = script.profile.tried_values.items()
         changes |= {tuple(name.split(".")): value for name, value in tried if not name.startswith(VARIABLE)}
         if quiet and (place := find_key(file.data, (OUTPUT,))) is not None:
             changes[place] = str(folder / OUTPUT_FOLDER)

@@ -4,67 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from autotune.masking import masked_words
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, read_config, sixteen_bits_enabled
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, script_text
+from autotune.problem.job import Job, Script, ScriptProfile, script_text
 from autotune.problem.models import ModelSpec
 from autotune.script.script import candidate_of_config, config_path
 
-SPLIT = "loader_split"  # key of a profile: accelerate splits its loader's batches over the ranks
-# key of a profile: call that switches on checkpointing in its model, unless it is transformers' call
-CALL = "checkpointing_call"
-ZERO_INIT = "zero_init"  # key of a profile: the script's own code builds its model under `deepspeed.zero.Init`
-# key of a profile: class, `fused` and `foreach` of torch's optimizer that the script has built
-TORCHS = "torch_optimizer"
-EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before the one that trains
-KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
-# key of a profile: backwards that the script's own loop sums in each accumulation step of its config
-BY_HAND = "accumulated_by_hand"
-# key of a profile: an argument sets the micro-batches that the script's own loop sums in a step; `cuts`: of its engine's batch
-LOOPED = "loop_accumulates"
-BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
-OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
-GROWS = "grows"  # key of a profile: tokens of a row in the first and in the last step of a probe run whose rows grow step by step
-SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
-# key of a profile: by key of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`; empty if the
-# samples cannot be read, for the reason that the facts name as UNREAD
-LARGEST = "largest"
-UNREAD = "unread"
-# key of a profile: elements of experts that other ranks of an expert-parallel group hold
-EXPERTS_ELSEWHERE = "experts_elsewhere"
-SHARED_SEQUENCES = "sequence_ranks"  # key of a profile: ranks that share each sequence (Ulysses), if more than one
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"
 UNCOUNTED_BESIDE = "a second engine trains, on rows that cannot be counted or that change from step to step"
 
 
-TOKENS = "tokens"  # rows are packed end to end: their number of sequences varies, their tokens do not
-
-
-@dataclass(frozen=True)
-class Counted:
-    """How the batch of a script's steps is counted, to compare it with the requested batch sizes."""
-
-    unit: str  # `rows` of a forward's tensors, `sequences` in them, their `tokens`, or empty if nothing can be counted
-    per_sample: float  # units per sample of the micro-batch: 2 if a loss compares pairs
-    micros_per_accumulation: float  # forwards with a backward, per accumulation step
-
-    @classmethod
-    def of(cls, profile: dict[str, Any]) -> Counted:
-        """Return the counting of a profile. A profile stored by an earlier version counts rows."""
-        per_sample = profile.get("rows_per_sample", 1.0)
-        return cls(profile.get("counted", "rows"), per_sample, profile.get("micros_per_accumulation", 1.0))
+TOKENS = (
+    "tokens"  # unit of a profile: rows are packed end to end: their number of sequences varies, their tokens do not
+)
 
 
 def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the script's own micro-batch and accumulation, and how they are counted (the fields of `Counted`).
+    """Return the script's own micro-batch and accumulation, and how they are counted (fields of a `ScriptProfile`).
 
     The config's values hold if the observed count is a multiple of them. The value of an argument or a loader holds if it is
     nearer to the observed count: DeepSpeed never compares the two. A loop that takes its batch from elsewhere is assumed to have
@@ -118,20 +82,22 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
     return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
 
 
-def growth_line(grows: list[int]) -> str:
+def growth_line(grows: Sequence[int]) -> str:
     """Return a line about sequences that grow from step to step (a length warm-up, a curriculum).
 
     Args:
-        grows: tokens of a row in the first and in the last step.
+        grows: tokens of a row in the first and in the last step, and in the data if it is measured at that.
     """
-    first, last = grows
+    first, last, *longest = grows
+    if longest:
+        return f"its sequences grow, from {first} to {last} tokens in the first steps: measured at the {longest[0]} of its data"
     return (
         f"its sequences grow, from {first} to {last} tokens in the first steps: later steps are slower and need more memory "
         "than measured. Tune with the script's last length"
     )
 
 
-def unheeded_accumulation(facts: dict[str, Any], profile: dict[str, Any], ranks: int) -> str:
+def unheeded_accumulation(facts: dict[str, Any], profile: ScriptProfile, ranks: int) -> str:
     """Return a text if the engine steps after every micro-batch although its config accumulates; empty otherwise.
 
     accelerate's engine does so in a loop without `accumulate()`.
@@ -142,10 +108,10 @@ def unheeded_accumulation(facts: dict[str, Any], profile: dict[str, Any], ranks:
         ranks: ranks with their own rows.
     """
     told = facts["accumulation"]
-    if facts.get("micros") != 1 or told == 1 or profile["accumulation"] != 1 or not profile["counted"]:
+    if facts.get("micros") != 1 or told == 1 or profile.accumulation != 1 or not profile.counted:
         return ""
     whose = "plugin" if facts.get("loader_prepared") else "config"
-    rows = profile["micro_batch"] * ranks
+    rows = profile.micro_batch * ranks
     return (
         f"your {whose} accumulates {told}, but the engine steps after every micro-batch: you train {rows} rows a step, not "
         f"{rows * told}"
@@ -177,8 +143,8 @@ def _counted(
     by_hand = times > 1 and times.is_integer() and unit == "rows" and per_sample % times == 0
     return {
         **{key: facts[key] for key in ("counted_by", "uncounted") if key in facts},
-        **({BY_HAND: int(times)} if by_hand else {}),
-        **({LOOPED: True} if _is_looped(facts, accumulation) else {}),
+        **({"accumulated_by_hand": int(times)} if by_hand else {}),
+        "loop_accumulates": _is_looped(facts, accumulation),
         "micro_batch": micro_batch,
         "accumulation": accumulation,
         "counted": unit,
@@ -193,7 +159,7 @@ def _is_looped(facts: dict[str, Any], accumulation: int) -> bool:
     Trainer and accelerate pass theirs to the engine.
     """
     passed_on = facts.get("through_arguments") or facts.get("loader_prepared")
-    return facts["accumulation"] == 1 < accumulation == _micros(facts) and not passed_on
+    return not passed_on and facts["accumulation"] == 1 < accumulation == _micros(facts)
 
 
 def first_candidates(script: Script) -> list[Candidate]:
@@ -233,21 +199,21 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, fr
     The global batch is the script's own, unless another is requested or it is free.
     """
     seen = script.profile
-    config = in_new_names(seen["config"])
+    config = in_new_names(seen.config or {})
     base = {key: value for key, value in config.items() if script.holds_batch or key not in BATCH_KEYS}
-    if seen["client_optimizer"] and not seen["through_arguments"]:
+    if seen.client_optimizer and not seen.through_arguments:
         base.setdefault("zero_force_ds_cpu_optimizer", False)  # even if offloaded, the optimizer stays the script's
-    if seen["untested_optimizer"]:
+    if seen.untested_optimizer:
         base.setdefault("zero_allow_untested_optimizer", True)
     own = own_samples(script, hardware.count)
-    parameters = sum(seen["trained"]) + seen["frozen"]
-    shape = {"model_type": "", **seen["model_config"]}
+    parameters = sum(seen.trained) + seen.frozen
+    shape = {"model_type": "", **seen.model_config}
     model = ModelSpec(script.name, shape, " ".join(masked_words(script.argv)), parameters)
     return Job(
         model,
         hardware.count,
-        seen["seq_len"],
-        seen["precision"],
+        seen.seq_len,
+        seen.precision,
         global_batch_size=None if free else global_batch_size or own,
         base_config=base,
         script=script,
@@ -259,7 +225,7 @@ def over_present(job: Job, present: dict[str, Any]) -> Job:
 
     A key that was removed stays removed. Only keys that the user never set are kept from the job.
     """
-    first = job.script.profile.get("config") if job.script is not None else None
+    first = job.profile.config
     mine = (*present, *BATCH_KEYS) if first is None else (*present, *BATCH_KEYS, *first)
     ours = {key: value for key, value in job.base_config.items() if key not in mine}
     return dataclasses.replace(job, base_config={**present, **ours}, precision=_precision(job, first, present))
@@ -281,27 +247,27 @@ def _precision(job: Job, first: dict[str, Any] | None, present: dict[str, Any]) 
 def loops_by_hand(script: Script) -> bool:
     """Return True if the script's own loop may count micro-batches. Trainer and Lightning count optimizer steps."""
     seen = script.profile
-    return bool(seen) and not seen.get("through_arguments") and not seen.get("lightning")
+    return seen.is_known and not seen.through_arguments and not seen.lightning
 
 
 def own_samples(script: Script, ranks: int) -> int:
     """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
     own = script.profile
-    return int(own["micro_batch"] * own["accumulation"] * (ranks // own.get(SHARED_SEQUENCES, 1)))
+    return own.micro_batch * own.accumulation * (ranks // own.sequence_ranks)
 
 
 def own_candidate(script: Script) -> Candidate:
     """Return the script's own config as a Candidate; open settings have DeepSpeed's defaults."""
     seen = script.profile
-    knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
-    if seen["checkpointing"] or seen.get("checkpointed"):
-        knobs[CHECKPOINTING] = seen["checkpointed"]
-    return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})
+    knobs: dict[str, Value] = {MICRO_BATCH: seen.micro_batch, ACCUMULATION: seen.accumulation}
+    if seen.checkpointing or seen.checkpointed:
+        knobs[CHECKPOINTING] = seen.checkpointed
+    return Candidate.of({**candidate_of_config(seen.config or {}).as_dict, **knobs})
 
 
 def other_batch(candidate: Candidate, job: Job) -> str:
     """Return a warning if a script's steps have another size than its own; empty otherwise."""
-    if job.script is None or "micro_batch" not in job.script.profile:
+    if job.script is None or not job.profile.is_known:
         return ""
     own, now = own_samples(job.script, job.ranks), candidate.rows_per_rank * job.data_ranks
     if own == now:

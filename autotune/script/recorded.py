@@ -15,11 +15,11 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.import_time_env import of_the_device
-from autotune.problem.job import Job, Script
-from autotune.script.argument_files import FOUND, PRODUCTS, argument_names, find_key, own_files
-from autotune.script.environment import READ, VARIABLE
+from autotune.problem.job import Job, Script, ScriptProfile
+from autotune.script.argument_files import argument_names, find_key, own_files
+from autotune.script.environment import VARIABLE
 from autotune.script.parse_command import declared, launchers_config
-from autotune.script.script import SPELLINGS, line_of
+from autotune.script.script import line_of
 
 _PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash is a kernel from the Hub
 _PATH = re.compile(r"[/\\~]")
@@ -116,12 +116,12 @@ def with_findings(study: str, known: Script, typed: Script) -> Script:
             f"study {study} was tuned with {' '.join(missing)}, and what a study names is typed again: add it to the command line"
         )
     profile = data_of(known.profile, typed)
-    for name in known.variables.keys() - profile.get(_VARIABLES, {}).keys():
+    for name in known.profile.variables.keys() - profile.variables.keys():
         raise UserError(
-            f"study {study} was measured with {name}={known.variables[name]}, which its script sets, and a study supplies no "
-            f"paths. Set {name} in front of autotune."
+            f"study {study} was measured with {name}={known.profile.variables[name]}, which its script sets, and a study "
+            f"supplies no paths. Set {name} in front of autotune."
         )
-    flags = {**profile.get(FOUND, {}), **dict(typed.flags)}
+    flags = {**profile.found_flags, **dict(typed.flags)}
     return dataclasses.replace(typed, flags=tuple(flags.items()), profile=profile)
 
 
@@ -132,44 +132,36 @@ def _given_config(script: Script) -> bool:
 
 def _is_untyped_map(text: str, known: Script, typed: Script) -> bool:
     knob, _, flag = text.partition("=")
-    return known.profile.get(FOUND, {}).get(knob) != flag and knob not in dict(typed.flags)
+    return known.profile.found_flags.get(knob) != flag and knob not in dict(typed.flags)
 
 
-_VARIABLES = "variables"  # key of a profile: device variables that the script's code sets
-
-
-def data_of(profile: Mapping[str, Any], typed: Script) -> dict[str, Any]:
+def data_of(profile: ScriptProfile, typed: Script) -> ScriptProfile:
     """Return the findings about a script that are data, whoever recorded them.
 
     A found flag carries a batch size. It is on the typed command, in its files, or a variable that is set or that the script
     reads. A spelling is the flag itself, switched or negated. A variable belongs to the device and is no path, unless this
     process has it.
     """
-    variables_here = [
-        f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment), **(profile.get(READ) or {})}
-    ]
+    variables_here = [f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment), **profile.environment}]
     names = {*argument_names(typed.argv), *variables_here}
     files = own_files(typed)
 
     def is_typed(flag: object) -> bool:
         return flag in names or any(find_key(file.data, (str(flag).rpartition(".")[2],)) for file in files)
 
-    carriers, products = dict(profile.get(FOUND) or {}), dict(profile.get(PRODUCTS) or {})
-    spellings, variables = dict(profile.get(SPELLINGS) or {}), dict(profile.get(_VARIABLES) or {})
-    kept: dict[str, dict[str, Any]] = {
-        FOUND: {
-            knob: flag for knob, flag in carriers.items() if knob in (MICRO_BATCH, ACCUMULATION) and is_typed(flag)
-        },
-        PRODUCTS: {flag: size for flag, size in products.items() if isinstance(size, int) and is_typed(flag)},
-        SPELLINGS: {flag: words for flag, words in spellings.items() if _is_spelling(flag, words)},
-        _VARIABLES: {name: value for name, value in variables.items() if _is_plain_variable(name, str(value))},
-    }
-    return {**profile, **{key: kept[key] for key in kept if key in profile}}
+    carriers, products = profile.found_flags.items(), profile.product_flags.items()
+    return dataclasses.replace(
+        profile,
+        found_flags={knob: flag for knob, flag in carriers if knob in (MICRO_BATCH, ACCUMULATION) and is_typed(flag)},
+        product_flags={flag: size for flag, size in products if isinstance(size, int) and is_typed(flag)},
+        spellings={flag: words for flag, words in profile.spellings.items() if _is_spelling(flag, words)},
+        variables={name: value for name, value in profile.variables.items() if _is_plain_variable(name, str(value))},
+    )
 
 
-def is_data(profile: Mapping[str, Any], typed: Script) -> bool:
+def is_data(profile: ScriptProfile, typed: Script) -> bool:
     """Check that recorded findings are data only, so that a trial may use them."""
-    return data_of(profile, typed) == profile and not _code_in(profile.get("model_config"), remote=False)
+    return data_of(profile, typed) == profile and not _code_in(profile.model_config, remote=False)
 
 
 def _is_spelling(flag: str, words: Any) -> bool:

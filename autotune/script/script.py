@@ -16,7 +16,6 @@ from autotune.problem.job import Script, script_text, under_lightning
 from autotune.script.argument_files import (
     CONFIG_FLAG,
     CONFIG_SUFFIXES,
-    PRODUCTS,
     argument_names,
     can_set_knob,
     carries_config,
@@ -40,7 +39,7 @@ from autotune.script.command_line import (
     take_apart,
     with_option,
 )
-from autotune.script.environment import READ, VARIABLE, to_set
+from autotune.script.environment import VARIABLE, to_set
 
 # -- script ------------------------------------------------------------------------------------------------------------
 #
@@ -96,8 +95,8 @@ def knob_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str,
         if flag is not None:
             times = times_of(script, knob)
             yield knob, flag, not value if negated else int(value) * times if times > 1 else value
-    if not script.holds_batch and (products := script.profile.get(PRODUCTS)):
-        own = script.profile["micro_batch"] * script.profile["accumulation"]
+    if not script.holds_batch and (products := script.profile.product_flags):
+        own = script.profile.micro_batch * script.profile.accumulation
         now = candidate.rows_per_rank
         yield from (("", flag, value * now // own) for flag, value in products.items() if now != own)
 
@@ -124,12 +123,12 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     The command names `config` as the DeepSpeed config file, and the copies of the argument files next to it. Knobs without a
     known flag or file are not in it; `command_sets_all` reports whether there are any.
     """
-    argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
+    argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.config)
     flags = {flag for flag in _flags(script) if not flag.startswith(VARIABLE)}
     for file in own_files(script):
         argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
     named = config_path(script) is not None and own_config(script) is None
-    if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
+    if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.through_arguments:
         argv = with_flag(argv, CONFIG_FLAG, config)
     for knob, flag, value in knob_flags(script, candidate):
         if flag in flags and not (can_set_knob(script, knob) and flag not in argument_names(script.argv)):
@@ -147,7 +146,7 @@ def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
 
 def command_sets_all(script: Script) -> bool:
     """Check that `command` carries every knob of a candidate, so that the script's code and files need no change."""
-    through = bool(script.profile.get("through_arguments"))
+    through = script.profile.through_arguments
     if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
         launched = line_of(script).kind == ACCELERATE
         if not carries_config(script) and not launched:
@@ -164,7 +163,7 @@ def carries_knob(script: Script, knob: str) -> bool:
     if _flag_of(script, knob)[0] in _flags(script) or can_set_knob(script, knob):
         return True
     other = {MICRO_BATCH: ACCUMULATION, ACCUMULATION: MICRO_BATCH}.get(knob)
-    return bool(script.profile.get(PRODUCTS)) and other is not None and _flag_of(script, other)[0] in _flags(script)
+    return bool(script.profile.product_flags) and other is not None and _flag_of(script, other)[0] in _flags(script)
 
 
 def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
@@ -174,23 +173,23 @@ def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
     carries the accumulation, but only the loader carries the micro-batch.
     """
     seen = script.profile
-    if not seen.get("loader_prepared") or seen.get("through_arguments") or script.holds_batch:
+    if not seen.loader_prepared or seen.through_arguments or script.holds_batch:
         return ""
     if carries_knob(script, MICRO_BATCH) or not carries_knob(script, ACCUMULATION):
         return ""
-    if seen["micro_batch"] == candidate.micro_batch:
+    if seen.micro_batch == candidate.micro_batch:
         return ""
     return (
         "what the script computes before accelerate prepares its loader (steps of an epoch, the length of a schedule) is of its "
-        f"own micro-batch of {seen['micro_batch']} with accumulation {candidate.accumulation}, and it trains on "
+        f"own micro-batch of {seen.micro_batch} with accumulation {candidate.accumulation}, and it trains on "
         f"{candidate.micro_batch}: tune with --map {MICRO_BATCH}=--FLAG, the flag of its batch size, and both are right"
     )
 
 
 def _flags(script: Script) -> set[str]:
     """Return the flags that the script accepts: given, declared, or seen in its parser."""
-    known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ())}
-    return argument_names(script.argv) | known | set(script.profile.get("flags", ()))
+    known = {*dict(script.flags).values(), *script.profile.product_flags}
+    return argument_names(script.argv) | known | set(script.profile.flags)
 
 
 def line_of(script: Script) -> CommandLine:
@@ -202,7 +201,7 @@ def line_of(script: Script) -> CommandLine:
 def typed_words(script: Script) -> list[str]:
     """Return the whole command as typed, with the variables in front that the script has read."""
     line = line_of(script)
-    variables = {**to_set(script.profile.get(READ, {})), **dict(script.environment)}
+    variables = {**to_set(script.profile.environment), **dict(script.environment)}
     return [
         *(f"{name}={value}" for name, value in variables.items()),
         *launcher_command(line, script.launcher, script.argv),
@@ -226,7 +225,6 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     return launcher_command(line, _starter(script, ranks, config), words)
 
 
-RELAUNCHED = "relaunched"  # key of a profile: the script starts its ranks itself
 _TORCHRUN = ("torchrun", "--nproc-per-node")
 _RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERATE: "--num_processes"}
 
@@ -234,14 +232,14 @@ _RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERA
 def _starts_itself(script: Script) -> bool:
     """Check that the command starts its ranks itself: the probe run showed it, or the framework is known to."""
     known = script.program is not None and framework_of(script) is not None
-    return known or bool(script.profile.get(RELAUNCHED))
+    return known or bool(script.profile.relaunched)
 
 
 def read_variables(script: Script, candidate: Candidate) -> dict[str, str]:
     """Return the variables that the script reads, with the values of a candidate in those that carry its knobs."""
     carried = {flag: value for flag, value in settings(script, candidate).items() if flag.startswith(VARIABLE)}
     values = {flag.removeprefix(VARIABLE): str(value) for flag, value in carried.items()}
-    return {**to_set(script.profile.get(READ, {})), **values}
+    return {**to_set(script.profile.environment), **values}
 
 
 def variables_for(script: Script, candidate: Candidate, ranks: int) -> dict[str, str]:
@@ -290,7 +288,7 @@ def _deepspeed_ranks(ranks: int) -> tuple[str, str]:
 def _starter(script: Script, ranks: int, config: str) -> list[str]:
     """Return the launcher for a script that was typed without one."""
     if script.ds_config is None:
-        if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
+        if not script.profile.through_arguments and set(LOCAL_RANK_FLAGS) & set(script.profile.flags):
             return ["deepspeed", *_deepspeed_ranks(ranks)]
         return [*_TORCHRUN, str(ranks)]
     return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
@@ -304,7 +302,7 @@ def config_path(script: Script) -> Path | None:
     """Return the DeepSpeed config file that the command names, or None if the config is elsewhere."""
     if script.ds_config is not None:
         return Path(script.ds_config)
-    found = _config_files(script.argv, Path(script.cwd), script.profile.get("config"))
+    found = _config_files(script.argv, Path(script.cwd), script.profile.config)
     named = next((path for _, _, path in found), None)
     inside = own_config(script) if named is None else None
     return inside if isinstance(inside, Path) else named
@@ -315,7 +313,7 @@ def named_configs(script: Script) -> list[Path]:
     path = config_path(script)
     found = [path] if path is not None else []
     found += [path for name in _flagged_configs(script) if os.path.isfile(path := Path(script.cwd, name))]
-    found += [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.get("config"))]
+    found += [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config)]
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
@@ -435,15 +433,12 @@ def _in_kind(value: Value, typed: str) -> str:
     return str(value) if pair is None else pair[bool(value)]
 
 
-SPELLINGS = "spellings"  # key of a profile: flag -> words for [no, yes], if these are not `flag False` and `flag True`
-
-
 def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:
     """Return the arguments with the flag set in the spelling that the script's parser was seen to accept.
 
     `rank/hooks/config.py` records the spellings.
     """
-    words: list[str | None] | None = script.profile.get(SPELLINGS, {}).get(flag)
+    words: list[str | None] | None = script.profile.spellings.get(flag)
     if words is None or not isinstance(value, bool):
         return with_flag(argv, flag, value)
     takes_value = f"{flag}=" in str(words[True])

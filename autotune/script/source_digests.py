@@ -81,8 +81,8 @@ def sources_of(job: Job) -> dict[str, str]:
     workload has its module and the module's imports. A model's own code has its files.
     """
     if (script := job.script) is not None:
-        if SOURCES in script.profile or script.path is None:
-            return dict(script.profile.get(SOURCES, {}))
+        if script.profile.sources or script.path is None:
+            return script.profile.sources
         return digests(imported(script.path, [script.path.parent, Path(script.cwd)]), script.cwd)
     cwd = Path.cwd()
     if job.workload is not None:

@@ -775,7 +775,7 @@ class Certifier:
     def __init__(self, job: Job) -> None:
         self._job = job
         script = job.script
-        self._own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
+        self._own = own_candidate(script) if script is not None and script.profile.is_known else None
         self._reference: TrainingTrace | None = None  # trace of `_own`
 
     @classmethod
@@ -852,16 +852,13 @@ class Certifier:
 
 def length_lines(reference: TrainingTrace, trace: TrainingTrace) -> list[str]:
     """Return what ends a loop after another number of optimizer steps than under the reference."""
-    both = [
-        (where, reference.loop_ends[where], now)
-        for where, now in trace.loop_ends.items()
-        if where in reference.loop_ends
-    ]
+    own = reference.loop_ends
+    found = {where: now for where, now in trace.loop_ends.items() if where in own}
     return [
-        f"{where} counts iterations of your loop: it ends after {now:.4g} optimizer steps instead of {own:.4g}. Multiply "
-        f"the limit by {own / now:.4g}"
-        for where, own, now in both
-        if abs(math.log(now / own)) > _RATE_TOLERANCE
+        f"{where} counts iterations of your loop: it ends after {now:.4g} optimizer steps instead of {own[where]:.4g}. Multiply "
+        f"the limit by {own[where] / now:.4g}"
+        for where, now in found.items()
+        if abs(math.log(now / own[where])) > _RATE_TOLERANCE
     ]
 
 

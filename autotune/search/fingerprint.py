@@ -15,10 +15,9 @@ from typing import Any
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.ds_config import value_at
 from autotune.problem.hardware import Hardware, threads_per_rank
-from autotune.problem.job import Job
+from autotune.problem.job import Job, ScriptProfile
 from autotune.problem.nvml import open_nvml
 from autotune.script.environment import READ, differing, values_now
-from autotune.script.profile import OPS, SEEDS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry
 from autotune.util.interpreter import OWN, Interpreter
@@ -164,7 +163,10 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the differences in values that both know, without the tuner's package; a script's files and variables come first."""
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
     variables = differing(*(value_at(mark, (*_PROFILE, READ), {}) for mark in (before, now)))
-    before, now = ({**_with_profile(mark, (OPS, SEEDS, READ)), SOURCES: {}} for mark in _watched_by_both(before, now))
+    before, now = (
+        {**_with_profile(mark, ("version", "attempts", "ops", "seeds", READ)), SOURCES: {}}
+        for mark in _watched_by_both(before, now)
+    )
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
@@ -174,8 +176,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def merged_fingerprint(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return the merged fingerprint: the present call's values, plus values that only an earlier call knew."""
     known = {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
-    ops = list(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)]))
-    return _with_profile(known, (OPS, SEEDS), {OPS: ops} if ops else {})
+    ops = tuple(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)]))
+    return _with_profile(known, ("ops", "seeds"), {"ops": ops} if ops else {})
 
 
 _PROFILE = ("job", "script", "profile")
@@ -186,7 +188,7 @@ def _seen_ops(mark: dict[str, Any]) -> list[str]:
 
     They are no part of the job.
     """
-    return value_at(mark, (*_PROFILE, OPS)) or []
+    return value_at(mark, (*_PROFILE, "ops")) or []
 
 
 def _with_profile(mark: dict[str, Any], left_out: Sequence[str], more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -194,7 +196,8 @@ def _with_profile(mark: dict[str, Any], left_out: Sequence[str], more: dict[str,
     profile = value_at(mark, _PROFILE)
     if profile is None:
         return mark
-    others = {key: value for key, value in profile.items() if key not in left_out}
+    known = ScriptProfile.from_json(profile).to_json()  # in the form of this version
+    others = {key: value for key, value in known.items() if key not in left_out}
     script = {**mark["job"]["script"], "profile": {**others, **(more or {})}}
     return {**mark, "job": {**mark["job"], "script": script}}
 

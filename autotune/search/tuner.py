@@ -85,7 +85,7 @@ class Tuner:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
         script = proposer.job.script
-        own = own_candidate(script) if script is not None and script.profile else None
+        own = own_candidate(script) if script is not None and script.profile.is_known else None
         workers = workers or SearchWorkers()
         look = lambda: self.leaderboard  # noqa: E731
         self.budget = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, look, own)

@@ -278,7 +278,7 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
     assert store.job.script is not None
     own, followed = own_candidate(store.job.script), _followed(store, most)
     if not followed:
-        note = store.job.script.profile["batch_note"]
+        note = store.job.script.profile.batch_note
         return [_left_out(row, f"no other config was measured{f' ({note})' if note else ''}")]
     printed, _ = _command(store, followed[0], folder, "own")
     words = _launched(printed, shlex.split(style.command))

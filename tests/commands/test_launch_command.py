@@ -9,7 +9,7 @@ import pytest
 
 from autotune.commands import launch
 from autotune.problem.hardware import detect
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.problem.training_trace import TracedStep, TrainingTrace
@@ -47,7 +47,9 @@ TUNED = f"train.py --deepspeed ds.json {MICRO} 2 {ACCUMULATION} 2"
 def tuned(folder: Path, words: str = TUNED, config: dict[str, Any] = CONFIG, **profile: Any) -> Job:
     """The job of a study of two ranks: 8 samples an optimizer step, as its command says."""
     (folder / "ds.json").write_text(json.dumps(config))
-    script = Script(tuple(words.split()), str(folder), profile={**PROFILE, "config": config, **profile})
+    script = Script(
+        tuple(words.split()), str(folder), profile=ScriptProfile.from_json({**PROFILE, "config": config, **profile})
+    )
     return job_of(script, detect("cpu", 2), None)
 
 

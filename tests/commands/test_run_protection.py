@@ -14,7 +14,7 @@ from autotune.commands.script_probe import Probe, ShortRuns, after_probe, check_
 from autotune.errors import UserError
 from autotune.executors import machine
 from autotune.problem.hardware import detect
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.rank.sandbox import Protection
 from autotune.util.interpreter import OWN
 from tests.conftest import make_job, make_setup
@@ -86,7 +86,7 @@ def test_the_answer_holds_for_every_trial_of_a_script(tmp_path: Path) -> None:
     profile |= {"through_arguments": False, "trained": [64], "frozen": 0, "seq_len": 8, "precision": "fp32"}
     profile |= {"micro_batch": 4, "accumulation": 2, "counted": "rows", "rows_per_sample": 1}
     profile |= {"checkpointing": False, "batch_note": ""}
-    script, hardware = Script(("train.py",), str(tmp_path), profile=profile), detect("cpu", 2)
+    script, hardware = Script(("train.py",), str(tmp_path), profile=ScriptProfile.from_json(profile)), detect("cpu", 2)
     own = replace(make_job(), script=script, unprotected=True, interpreter=replace(OWN))
     whole = make_setup(own, hardware, tmp_path)
     started: list[Job] = []

@@ -136,5 +136,5 @@ def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pyte
     budget: Any = SimpleNamespace(left_seconds=600.0)
     script = Script(("train.py",), ".")
     found = script_probe._checked(executor, script, measured(40, 3), facts, "key", budget, said.append)
-    assert found.script.profile["largest"] == largest
+    assert found.script.profile.largest == largest
     assert said[0] == "--worst-case: sample 4 is the largest (train has 9 samples, 9 were read)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,11 @@ from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import value_at
 from autotune.problem.faults import accumulation_facts, job_facts
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values
+from autotune.script.argument_files import can_set_knob, knob_values
 from autotune.script.argument_writer import parsed, winners_files
-from autotune.script.profile import BY_HAND, batch_seen
+from autotune.script.profile import batch_seen
 from autotune.script.script import carries_knob, command, settings, typed_words, variables_for
 from tests.conftest import make_candidate, make_job
 
@@ -39,7 +40,7 @@ class Executor:
     def session(self, candidate: Candidate, name: str, *, job: Job) -> Executor:
         assert job.script is not None
         self.runs += 1
-        words, tried = list(job.script.argv), job.script.profile.get(TRIED, {})
+        words, tried = list(job.script.argv), job.script.profile.tried_values
         self.now = {
             name: int(words[words.index(name) + 1]) if name in words else tried.get(name, value)
             for name, value in self.values.items()
@@ -127,15 +128,14 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     micro_batch, accumulation = batch(values)
     total = micro_batch * accumulation
     typed = [word for flag, value in values.items() for word in (flag, str(value))]
-    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
-    profile |= {"micro_batch": micro_batch, "accumulation": accumulation}
+    profile = ScriptProfile(config={}, micro_batch=micro_batch, accumulation=accumulation)
     script = Script(("train.py", *typed), str(tmp_path), profile=profile)
     facts = {"rows": total, "micros": accumulation, "accumulation": accumulation, "integers": values, "widest": TOKENS}
     executor: Any = Executor(batch, values)
     learnt = flags_found(ShortRuns(executor, 60.0), script, facts)
     assert executor.runs == 1
-    assert learnt.get(PRODUCTS, {}) == found
-    known = _mapped(script, {**profile, **learnt})
+    assert learnt.get("product_flags", {}) == found
+    known = _mapped(script, replace(profile, **learnt))
     other = make_candidate(1, total, 1) if accumulation == 1 else make_candidate(1, 2 * micro_batch, accumulation // 2)
     if accumulation == 1:
         other = make_candidate(1, 4 * micro_batch, 1)  # a larger batch, as `--global-batch-size` asks for
@@ -149,7 +149,9 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
         larger = make_candidate(1, micro_batch, 2 * accumulation)
         assert batch({**values, **settings(known, larger)}) == (larger.micro_batch, larger.accumulation)  # type: ignore[dict-item]
     assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
-    assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens, accumulates_over_ranks, known_name_over_ranks))
+    assert bool(learnt.get("flag_times")) is (
+        batch in (over_ranks, of_tokens, accumulates_over_ranks, known_name_over_ranks)
+    )
 
 
 @pytest.mark.parametrize("batch", [per_gpu, accumulates_over_ranks])
@@ -159,22 +161,22 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
     typed = [word for flag, value in values.items() for word in (flag, str(value))]
     said: dict[str, list[int]] = {MICRO_BATCH: [2], ACCUMULATION: []}
     facts: dict[str, Any] = {"rows": 8, "sequences": 8, "micros": 4, "micro_batch": 2, "accumulation": 1, "said": said}
-    profile: dict[str, Any] = {"through_arguments": False, "config": {}, **batch_seen(facts)}
-    assert profile[BY_HAND] == 4
+    profile = ScriptProfile(config={}, **batch_seen(facts))
+    assert profile.accumulated_by_hand == 4
     script = Script(("train.py", *typed), str(tmp_path), profile=profile)
     executor: Any = Executor(batch, values, by_loop=True)
     learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
     seen = batch_seen({**facts, "said": {**said, ACCUMULATION: [4]}})
-    assert (seen["micro_batch"], seen["accumulation"], BY_HAND in seen) == (2, 4, False)
-    known, other = _mapped(script, {**profile, **seen, **learnt}), make_candidate(1, 4, 2)
+    assert (seen["micro_batch"], seen["accumulation"], "accumulated_by_hand" in seen) == (2, 4, False)
+    known, other = _mapped(script, replace(profile, **{**seen, **learnt})), make_candidate(1, 4, 2)
     now = settings(known, other)
     assert batch({**values, **now}) == (4, 2)  # type: ignore[dict-item]
     config = other.ds_config(make_job(script=known))
     assert [config[key] for key in BATCH_KEYS] == [4 * RANKS, 4, 1], "the engine stays without accumulation"
     assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 1, "backwards_per_step": 4}
-    unsynced = _mapped(script, {**known.profile, "unsynced": True})
+    unsynced = _mapped(script, replace(known.profile, unsynced=True))
     assert accumulation_facts(make_job(script=unsynced), 4) == {"accumulation": 1, "backwards_per_step": 1}
-    known = _mapped(script, {**known.profile, "boundary_by_hand": True})
+    known = _mapped(script, replace(known.profile, boundary_by_hand=True))
     assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 4}
     assert job_facts(make_job(script=known))["backwards_per_step"] == 1
 
@@ -182,7 +184,7 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
 def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -> None:
     values = {"--total_batch": 16, "--chunk": 4, "--layers": 4}
     facts: dict[str, Any] = {"rows": 16, "sequences": 16, "micros": 4, "micro_batch": 16, "accumulation": 1}
-    profile: dict[str, Any] = {"through_arguments": False, "config": {}, **batch_seen(facts)}
+    profile = ScriptProfile(config={}, **batch_seen(facts))
     script = Script(
         ("train.py", "--chunk", "4", "--layers", "4", "--total_batch", "16"), str(tmp_path), profile=profile
     )
@@ -190,7 +192,7 @@ def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -
     learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
     cut = _cut_by_loop(profile, facts)
     assert (cut["micro_batch"], cut["accumulation"]) == (4, 4)
-    known, other = _mapped(script, {**profile, **cut, **learnt}), make_candidate(1, 8, 2)
+    known, other = _mapped(script, replace(profile, **{**cut, **learnt})), make_candidate(1, 8, 2)
     assert cut_by_loop({**values, **settings(known, other)}) == (8, 2)  # type: ignore[dict-item]
     larger = settings(known, make_candidate(1, 4, 8))
     assert cut_by_loop({**values, **larger}) == (4, 8), "another global batch"  # type: ignore[dict-item]
@@ -205,16 +207,18 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
         "# mine\nmodel: {layers: 4}\ntrain: {batch: 4, accumulate: 2, deep: [4]}\nseed: 2\n"
     )
     values = {"train.batch": 4, "train.accumulate": 2, "model.layers": 4, "seed": 2}
-    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
-    profile |= {"micro_batch": 4, "accumulation": 2}
+    profile = ScriptProfile(config={}, micro_batch=4, accumulation=2)
     script = Script(("train.py", "--config", "x.yaml"), str(tmp_path), profile=profile)
     assert not script.files, "nothing in the file is known by name"
     executor: Any = Executor(of_a_file, values)
     learnt = flags_found(ShortRuns(executor, 60.0), script, {"rows": 8, "micros": 2, "accumulation": 2})
     assert executor.now.keys() == values.keys()
     assert len(set(executor.now.values())) == len(values), "each role shows"
-    known = _mapped(script, {**profile, **learnt})
+    known = _mapped(script, replace(profile, **learnt))
     assert dict(known.flags) == {MICRO_BATCH: "train.batch", ACCUMULATION: "train.accumulate"}
+    (line,) = known.profile.attempts
+    assert line.startswith("tried ")
+    assert line.endswith("; taken: train.batch, train.accumulate")
     assert can_set_knob(known, MICRO_BATCH)
     config = tmp_path / "best.json"
     ((path, text),) = winners_files(known, make_candidate(1, 8, 1), config).items()
@@ -227,21 +231,20 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
 
 def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) -> None:
     values = {"--workers": 4, "--layers": 4, "--hidden": 8}
-    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
-    profile |= {"micro_batch": 4, "accumulation": 1}
+    profile = ScriptProfile(config={}, micro_batch=4, accumulation=1)
     facts = {"rows": 4, "micros": 1, "accumulation": 1, "integers": values}
     for batch in (lambda now: (4, 1), lambda now: (4, 1 if now == values else 0)):
         executor: Any = Executor(batch, values)
         runs = ShortRuns(executor, 60.0)
-        assert not flags_found(runs, Script(("train.py",), str(tmp_path), profile=profile), facts)
+        learnt = flags_found(runs, Script(("train.py",), str(tmp_path), profile=profile), facts)
+        assert learnt.keys() == {"attempts"}
         assert executor.runs == 2 - runs.left <= 2
 
 
 def test_variables_that_the_script_reads_carry_the_batch_like_flags(tmp_path: Path) -> None:
     """A variable of another name with the same value stays as it is while a telling name explains the batch."""
     values = {"$BATCH_SIZE": 2, "$GRAD_ACC": 8, "$ZERO_STAGE": 2, "$UNREAD": 2}
-    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
-    profile |= {"micro_batch": 2, "accumulation": 8, "environment": {"BATCH_SIZE": "2", "GRAD_ACC": None}}
+    profile = ScriptProfile(config={}, micro_batch=2, accumulation=8, environment={"BATCH_SIZE": "2", "GRAD_ACC": None})
     script = Script(("train.py",), str(tmp_path), profile=profile)
     executor: Any = Executor(lambda now: (now["$BATCH_SIZE"], now["$GRAD_ACC"]), values)
     facts = {"rows": 16, "micros": 8, "accumulation": 8, "environment_integers": values}
@@ -249,7 +252,7 @@ def test_variables_that_the_script_reads_carry_the_batch_like_flags(tmp_path: Pa
     learnt = flags_found(ShortRuns(executor, 60.0), script, facts)
     assert executor.runs == 1
     assert (executor.now["$ZERO_STAGE"], executor.now["$UNREAD"]) == (2, 2)
-    known, other = _mapped(script, {**profile, **learnt}), make_candidate(1, 4, 4)
+    known, other = _mapped(script, replace(profile, **learnt)), make_candidate(1, 4, 4)
     assert dict(known.flags) == {MICRO_BATCH: "$BATCH_SIZE", ACCUMULATION: "$GRAD_ACC"}
     assert command(known, other, "ds.json") == ["train.py"]
     assert variables_for(known, other, RANKS) == {"BATCH_SIZE": "4", "GRAD_ACC": "4"}

@@ -13,9 +13,9 @@ from autotune.executors.base import MeasureSpec
 from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
-from autotune.script.profile import OPS, unknown_job
+from autotune.script.profile import unknown_job
 from tests.conftest import make_job
 
 
@@ -59,7 +59,7 @@ def test_each_is_built_between_two_starts_and_once() -> None:
     executor: Any = Executor()
     outcome, facts = _run_with_ops(executor, Candidate(()), "probe", 60.0 / FIRST_SHARE)
     assert outcome.reason == "so that it counts"
-    assert facts == {"trains": True, OPS: ["FusedAdamBuilder"]}, "what cannot be built is not asked for again"
+    assert facts == {"trains": True, "ops": ["FusedAdamBuilder"]}, "what cannot be built is not asked for again"
     assert executor.limits == pytest.approx([60.0, 60.0, 53.0]), (
         "builds do not count, nor does the first start that was in vain"
     )
@@ -84,7 +84,7 @@ def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp
     script = Script(("train.py",), str(tmp_path))
     executor = LocalExecutor(unknown_job(script, hardware), hardware, tmp_path / "study", [], target=ground)
     executor.load_ops([], "FusedLionBuilder")
-    with_ops = replace(script, profile={OPS: ["FusedAdamBuilder"]})
+    with_ops = replace(script, profile=ScriptProfile(ops=["FusedAdamBuilder"]))
     job = replace(executor.job, script=with_ops)
     executor.load_ops([], job=job)
     first, second = ground.asked

@@ -12,6 +12,7 @@ from autotune.errors import UserError
 from autotune.executors import machine
 from autotune.executors.machine import protection_of, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import ScriptProfile
 from autotune.rank.sandbox import Protection, Sandbox
 from autotune.script.parse_command import read_command
 from autotune.script.script import Script
@@ -102,7 +103,9 @@ def test_kept_and_swap_folders_outlive_a_trial(tmp_path: Path, offer: Callable[[
     (tmp_path / "nvme").mkdir()
     swapped = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
     profile = {"config": {"zero_optimization": {"stage": 3, "offload_param": swapped}}}
-    job = dataclasses.replace(make_job(), script=Script(argv=("train.py",), cwd=str(tmp_path), profile=profile))
+    job = dataclasses.replace(
+        make_job(), script=Script(argv=("train.py",), cwd=str(tmp_path), profile=ScriptProfile.from_json(profile))
+    )
     kept = str(tmp_path / "checkpoint")
     made = trial_sandbox(tmp_path / "s", job, Candidate(()), tmp_path / "s", unprotected=False, kept=[kept])
     assert made.writable == (kept, str(tmp_path / "nvme" / "zero_stage_3"))

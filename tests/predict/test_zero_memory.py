@@ -24,7 +24,7 @@ from autotune.predict.zero_memory import (
     saved_bytes,
 )
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job, Lora, Script
+from autotune.problem.job import Job, Lora, Script, ScriptProfile
 from autotune.problem.models import resolve_model
 from autotune.versions import release
 from tests.conftest import make_candidate, make_job
@@ -131,7 +131,7 @@ def test_what_is_there_all_the_time(knobs: dict, job: dict, parameters: int, gra
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones() -> None:
     """`single_partition_of_fp32_groups` of 0.19.8: 35,232 elements on 4 ranks, whether `ep_size` is 1 or 2."""
     elsewhere = dataclasses.replace(
-        make_job(4, precision="bf16"), script=Script(("t.py",), "/", profile={"experts_elsewhere": 60})
+        make_job(4, precision="bf16"), script=Script(("t.py",), "/", profile=ScriptProfile(experts_elsewhere=60))
     )
     one = bill_of({"zero_stage": 2}, elsewhere)
     assert (one.terms["weights"][0], states_of(one)) == (200, 12 * (100 + 60) / 4), (

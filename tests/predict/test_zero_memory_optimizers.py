@@ -12,7 +12,7 @@ from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import STATE_BYTES, estimate_memory, muon_sizes, optimizer_of_trials
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import OPTIMIZERS, Job, Script
+from autotune.problem.job import OPTIMIZERS, Job, Script, ScriptProfile
 from autotune.problem.knobs import RequirementInputs, unscattered_for_muon
 from benchmarks.predict.live_error import live_error
 from tests.conftest import make_candidate, make_job
@@ -107,7 +107,7 @@ def test_plain_torch_keeps_all_in_the_weights_own_type(ranks: int, optimizer: st
 
 
 def of_script(profile: dict[str, Any], ranks: int = 2, precision: str = "bf16", **job: Any) -> Job:
-    script = Script(("train.py",), ".", profile=profile)
+    script = Script(("train.py",), ".", profile=ScriptProfile.from_json(profile))
     return make_job(ranks, precision=precision, seq_len=SEQ_LEN, script=script, **job)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from autotune.problem.faults import Fault, facts_of, known_faults, own_facts, removed_keys, warnings
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.models import ModelSpec
 from autotune.problem.space import fitted, parse_space
 from autotune.versions import release
@@ -38,7 +38,7 @@ PROFILE = {
 
 def job_with(precision: str = "fp32", **profile: object) -> Job:
     model = ModelSpec("m", {}, "")
-    script = Script(("train.py",), "/", (), profile={**PROFILE, **profile})
+    script = Script(("train.py",), "/", (), profile=ScriptProfile.from_json({**PROFILE, **profile}))
     return Job(model, 2, 8, precision, global_batch_size=8, script=script)
 
 

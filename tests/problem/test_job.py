@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.commands.setup import MOST_LENGTHS, load_lengths, longest_sequence
 from autotune.errors import UserError
 from autotune.problem.ds_config import load_ds_config
-from autotune.problem.job import MOST_LENGTHS, Job, Lora, Script, load_lengths, longest_sequence, parse_lora
+from autotune.problem.job import Job, Lora, Script, ScriptProfile, parse_lora
 from tests.conftest import make_job
 
-SCRIPT = Script(("train.py", "--x"), "/tmp", (("zero_stage", "--z"),), True, "ds.json", {"micro_batch": 2})
+SCRIPT = Script(("train.py", "--x"), "/tmp", (("zero_stage", "--z"),), True, "ds.json", ScriptProfile(micro_batch=2))
 
 
 def test_a_job_survives_json() -> None:
@@ -109,7 +110,7 @@ def test_arithmetic_and_optimizer(changes: dict, element_bytes: float, optimizer
         ),
         ({"script": SCRIPT}, "tiny-llama, 32 tokens, fp32, its own optimizer, batch free"),
         (
-            {"script": dataclasses.replace(SCRIPT, profile={"sequence_ranks": 4}), "ranks": 8},
+            {"script": dataclasses.replace(SCRIPT, profile=ScriptProfile(sequence_ranks=4)), "ranks": 8},
             "tiny-llama, 128 tokens, fp32, sequences split over 4 ranks, its own optimizer, batch free",
         ),
         (
@@ -130,7 +131,7 @@ def test_tokens_of_a_sequence() -> None:
     lengths = ((5, 2), (9, 1))
     assert make_job(seq_len=9).tokens_per_sample == 9
     assert make_job(seq_len=9, lengths=lengths).tokens_per_sample == pytest.approx(19 / 3)
-    seen = dataclasses.replace(SCRIPT, profile={"tokens_per_sample": 7})
+    seen = dataclasses.replace(SCRIPT, profile=ScriptProfile(tokens_per_sample=7))
     assert make_job(seq_len=9, lengths=lengths, script=seen).tokens_per_sample == 7
     assert make_job(seq_len=9, script=SCRIPT).tokens_per_sample == 9
     assert make_job(seq_len=9, lengths=lengths).samples_per_row == 1

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from autotune.problem.job import checkpoint_bytes, checkpoint_seconds, sync_note
+from autotune.problem.job import checkpoint_bytes, checkpoint_seconds
+from autotune.results.console import sync_note
 from tests.conftest import make_job
 
 

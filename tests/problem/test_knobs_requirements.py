@@ -10,7 +10,7 @@ import pytest
 
 from autotune.problem import knobs
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.knobs import RequirementInputs
 from autotune.util import inquiry
 from tests.conftest import make_job
@@ -61,7 +61,7 @@ def test_of_job_and_machine(
 
 
 def with_optimizer(kind: str, hardware: Hardware = GPUS, **profile: Any) -> RequirementInputs:
-    return around(hardware, script=Script(("train.py",), ".", profile={"optimizer": kind, **profile}))
+    return around(hardware, script=Script(("train.py",), ".", profile=ScriptProfile(optimizer=kind, **profile)))
 
 
 @pytest.mark.parametrize(

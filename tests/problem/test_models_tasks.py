@@ -5,8 +5,9 @@ from importlib import resources
 
 import pytest
 
+from autotune.commands.setup import longest_sequence
 from autotune.errors import UserError
-from autotune.problem.job import Job, longest_sequence
+from autotune.problem.job import Job
 from autotune.problem.models import TASKS, default_task, image_size_of, resolve_model, shipped_models, task_of, tasks_of
 from tests.conftest import make_job
 

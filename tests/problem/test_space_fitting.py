@@ -6,7 +6,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.knobs import missing_package
 from autotune.problem.space import SearchSpace, fitted, for_job, parse_space
 from autotune.util import inquiry
@@ -32,7 +32,7 @@ LENGTHS = {"lengths": ((16, 1), (32, 1))}
 
 
 def script_job(**changes: object) -> Job:
-    return make_job(script=Script(("train.py",), ".", profile={**PROFILE, **changes}), **LENGTHS)
+    return make_job(script=Script(("train.py",), ".", profile=ScriptProfile(**{**PROFILE, **changes})), **LENGTHS)
 
 
 @pytest.mark.parametrize(

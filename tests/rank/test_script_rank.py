@@ -14,7 +14,7 @@ import torch
 
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED
 from autotune.rank.measure import LONGER, MeasureRequest
@@ -66,7 +66,9 @@ def spec_of(folder: Path, job: Job, **more: Any) -> dict[str, Any]:
 def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None, **profile: Any) -> Rank:
     (folder / "train.py").write_text(textwrap.dedent(text))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
-    job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder), profile=profile))
+    job = replace(
+        make_job(1), script=Script(("train.py", "ds.json"), str(folder), profile=ScriptProfile.from_json(profile))
+    )
     knobs = candidate.as_dict if candidate else {}
     (rank,) = parent.start("autotune.rank.script_rank", spec_of(folder, job, candidate=knobs))
     return rank
@@ -351,7 +353,7 @@ def test_checkpointing_is_the_candidates(parent: Parent, tmp_path: Path, told: b
     facts = [message for message in rank.heard if message["type"] == "facts"][-1]
     assert (facts["checkpointing"], facts["checkpointed"]) == (True, told is not False)
     rank.channel.send("measure", **REQUEST)
-    assert "evaluating" not in rank.wait_for("measured")["facts"]
+    assert not rank.wait_for("measured")["facts"]["evaluating"]
     rank.channel.send("stop")
     rank.wait_for("bye")
 
@@ -395,17 +397,17 @@ def test_a_training_in_evaluation_mode_says_so(parent: Parent, tmp_path: Path) -
     ],
 )
 def test_the_batch_is_the_candidates(batch: Batch, profile: dict[str, Any], says: str | None) -> None:
-    candidate, profile = make_candidate(1, 4, 3), {"micro_batch": 2, "accumulation": 6, **profile}
+    candidate, own = make_candidate(1, 4, 3), ScriptProfile(micro_batch=2, accumulation=6, **profile)
     if says is None:
-        assert bool(check_batch(batch, candidate, profile)) == (batch.sequences < 12)
+        assert bool(check_batch(batch, candidate, own)) == (batch.sequences < 12)
     else:
         with pytest.raises(Unusable, match=says) as caught:
-            check_batch(batch, candidate, profile)
+            check_batch(batch, candidate, own)
         assert caught.value.cause is Cause.BATCH
 
 
 def test_a_batch_that_is_its_own_needs_no_counting() -> None:
-    profile = {"micro_batch": 4, "accumulation": 3, "counted": ""}
+    profile = ScriptProfile(micro_batch=4, accumulation=3, counted="")
     assert not check_batch(Batch(3, 0, 0, 0), make_candidate(1, 4, 3), profile)
 
 
@@ -433,7 +435,7 @@ HELD = {
 def test_a_batch_that_is_held_is_what_it_was(
     batch: Batch, asked: tuple[int, int], changes: dict[str, Any], says: str | None
 ) -> None:
-    candidate, profile = make_candidate(1, *asked), {**HELD, **changes}
+    candidate, profile = make_candidate(1, *asked), ScriptProfile(**{**HELD, **changes})
     if says is None:
         with pytest.raises(Unusable) as caught:
             check_batch(batch, candidate, profile)
@@ -456,7 +458,8 @@ def test_a_batch_that_is_held_is_what_it_was(
     ],
 )
 def test_an_engine_beside_the_first_is_counted(rows: list[int], own: int | None, fits: bool) -> None:
-    profile = {"micro_batch": 2, "accumulation": 2, "beside": {} if own is None else {"0": own}}
+    beside = {"1": 8} if own is None else {"0": own}
+    profile = ScriptProfile(micro_batch=2, accumulation=2, beside=beside)
     with nullcontext() if fits else pytest.raises(Unusable, match="beside the first") as caught:
         check_auxiliary_engine(rows, "0", make_candidate(1, 4, 2), profile)
     assert fits or caught.value.cause is Cause.BATCH
@@ -483,7 +486,7 @@ def test_rows_that_are_packed_end_to_end_are_known_by_their_tokens() -> None:
     assert "packed_tokens" not in own_steps(one_unpacked, 4, 2, fed=False)
 
 
-PACKED = {"micro_batch": 4, "accumulation": 2, "counted": "tokens", "rows_per_sample": 125.0}
+PACKED = ScriptProfile(micro_batch=4, accumulation=2, counted="tokens", rows_per_sample=125.0)
 
 
 @pytest.mark.parametrize(
@@ -505,8 +508,8 @@ def test_tokens_are_those_of_as_many_rows_as_asked_for(
         check_tokens(steps, candidate, PACKED)
     assert fits or caught.value.cause is Cause.BATCH
     check_tokens([replace(step, packed=1) for step in steps], candidate, PACKED)  # by rows, as these are
-    check_tokens(steps, candidate, {**PACKED, "batch_note": "it has its own"})
-    check_tokens(steps, candidate, {**PACKED, "counted": "rows"})
+    check_tokens(steps, candidate, replace(PACKED, batch_note="it has its own"))
+    check_tokens(steps, candidate, replace(PACKED, counted="rows"))
 
 
 @pytest.mark.parametrize(

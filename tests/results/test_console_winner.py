@@ -7,7 +7,7 @@ import pytest
 
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
 from autotune.problem.hardware import detect, named_hardware
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.results.console import code_legend, config_sentence, no_winner_lines, train_with, verdict_lines
 from autotune.results.export import lossy_settings, training_changes
@@ -281,7 +281,7 @@ def test_the_printed_command_has_the_environment_that_was_measured(
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
     job, config = make_job(script=script), tmp_path / "won.json"
     first, watched = train_with(make_candidate(2, 4), job, "s", config, 5).lines()
     assert first == f"  train with: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
@@ -301,7 +301,7 @@ def test_the_printed_command_has_the_environment_that_was_measured(
 def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     profile = {"loader_prepared": False, "through_arguments": False, "flags": ["--accumulate"], "lightning": True}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
     lines = train_with(make_candidate(2, 4, 8), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
     assert lines[0] == "  train with: autotune launch s -- train.py ds.json"
     assert lines[-1] == "    with accumulate_grad_batches=8 in its Trainer, which takes it from no config"
@@ -312,7 +312,7 @@ def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from lightning.fabric import Fabric")  # its loop is the script's
     script = Script(("train.py",), str(tmp_path))
     assert ACCUMULATION not in make_candidate(2, 4, 8).ds_config(make_job(script=script)), "nothing is known yet"
-    probed = dataclasses.replace(script, profile={"micro_batch": 4})
+    probed = dataclasses.replace(script, profile=ScriptProfile(micro_batch=4))
     assert make_candidate(2, 4, 8).ds_config(make_job(script=probed))[ACCUMULATION] == 8
 
 
@@ -330,7 +330,7 @@ def test_checkpointing_that_no_command_carries_is_said(
 ) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     profile = {"loader_prepared": False, "through_arguments": False, "flags": flags, "checkpointed": on}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
     candidate = make_candidate(2, 4, activation_checkpointing=winner)
     hints = train_with(candidate, make_job(script=script), "s", tmp_path / "s.json", 5).hints
     assert len(hints) == (says is not None)
@@ -341,7 +341,7 @@ def test_checkpointing_that_no_command_carries_is_said(
 def test_what_no_engine_below_stage_3_trains_is_said(tmp_path: Path, stage: int) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     profile = {"loader_prepared": False, "through_arguments": False, "flags": [], "zero_init": True}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
     hints = train_with(make_candidate(stage, 4), make_job(script=script), "s", tmp_path / "s.json", 5).hints
     assert ["take deepspeed.zero.Init out" in hint for hint in hints] == [True] * (stage < 3)
 
@@ -351,7 +351,7 @@ def test_a_loaders_batch_is_said_as_the_script_has_it(tmp_path: Path) -> None:
     profile = {"loader_prepared": True, "through_arguments": False, "flags": []}
 
     def last(**more: object) -> str:
-        script = Script(("train.py", "ds.json"), str(tmp_path), profile={**profile, **more})
+        script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json({**profile, **more}))
         return train_with(make_candidate(2, 4), make_job(2, script=script), "s", tmp_path / "s.json", 5).lines()[-1]
 
     assert "with batch_size=4 in its data loader" in last()
@@ -364,7 +364,9 @@ def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
     profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
     flags = ((MICRO_BATCH, "--batch_size"), (ACCUMULATION, "--update_freq"))
     for mapped, words in ((flags, "train.py --batch_size 8 --update_freq 2"), ((), "train.py --batch_size 4")):
-        script = Script(("train.py", "--batch_size", "4"), str(tmp_path), mapped, profile=profile)
+        script = Script(
+            ("train.py", "--batch_size", "4"), str(tmp_path), mapped, profile=ScriptProfile.from_json(profile)
+        )
         lines = train_with(make_candidate(1, 8, 2), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
         assert lines[1].startswith(
             f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: "
@@ -378,7 +380,9 @@ def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> 
     profile = {"loader_prepared": True, "through_arguments": False, "flags": accumulates, "micro_batch": 2}
 
     def said(micro_batch: int = 8, map: tuple[tuple[str, str], ...] = (), **more: object) -> bool:
-        script = Script(("train.py", "ds.json"), str(tmp_path), map, profile={**profile, **more})
+        script = Script(
+            ("train.py", "ds.json"), str(tmp_path), map, profile=ScriptProfile.from_json({**profile, **more})
+        )
         candidate = make_candidate(1, micro_batch)
         found = train_with(candidate, make_job(script=script), "s", tmp_path / "s.json", 5).lines()[-1]
         assert ("of its own micro-batch of 2" in found) is bool(wrong_batch_warning(script, candidate))
@@ -392,7 +396,7 @@ def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> 
 
 
 def test_a_winner_of_another_batch_asks_for_a_look_at_the_learning_rate(tmp_path: Path) -> None:
-    script = Script(("train.py",), str(tmp_path), profile={"micro_batch": 2, "accumulation": 2})
+    script = Script(("train.py",), str(tmp_path), profile=ScriptProfile(micro_batch=2, accumulation=2))
     job = make_job(script=script)  # on two ranks
     outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
     own = Record(0, make_candidate(0, 2, 2), outcome, SEARCH, AS_IS)

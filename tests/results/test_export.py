@@ -12,7 +12,7 @@ import yaml
 from autotune import __version__
 from autotune.problem.candidate import ACCUMULATION, Candidate
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import ArgumentFile, Job, Lora, Script
+from autotune.problem.job import ArgumentFile, Job, Lora, Script, ScriptProfile
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Measurement
 from autotune.results.export import (
@@ -215,7 +215,7 @@ def of_a_script(folder: Path, **profile: object) -> Script:
     """A run of `train.py --deepspeed ds.json`, at 2 x 2 samples a rank."""
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     seen = {"micro_batch": 2, "accumulation": 2, "through_arguments": False, **profile}
-    return Script(("train.py", "--deepspeed", "ds.json"), str(folder), profile=seen)
+    return Script(("train.py", "--deepspeed", "ds.json"), str(folder), profile=ScriptProfile.from_json(seen))
 
 
 def test_what_a_script_must_see_to(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_accelerates_path_is_as_the_file_was_named(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("through_arguments", [True, False])
 def test_accelerates_config_of_a_trainers_script_is_trainers(tmp_path: Path, through_arguments: bool) -> None:
-    script = Script(("train.py",), ".", profile={"through_arguments": through_arguments})
+    script = Script(("train.py",), ".", profile=ScriptProfile(through_arguments=through_arguments))
     job = make_job(script=script, base_config=OWN)
     write_export(winner(), job, tmp_path / "w.yaml", {}, style="accelerate")
     written = json.loads((tmp_path / "w.accelerate.deepspeed.json").read_text())

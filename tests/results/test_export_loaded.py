@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
-from autotune.problem.job import Job, Lora, Script
+from autotune.problem.job import Job, Lora, Script, ScriptProfile
 from autotune.results.export import training_arguments, write_export
 from autotune.versions import release, version_of
 from tests.conftest import make_candidate, make_job
@@ -101,7 +101,7 @@ def test_accelerate_finds_the_config_from_where_it_is_started(
     from accelerate.commands.config.config_args import load_config_from_file
 
     monkeypatch.chdir(tmp_path)
-    script = Script(("train.py",), ".", profile={"through_arguments": trainers})
+    script = Script(("train.py",), ".", profile=ScriptProfile(through_arguments=trainers))
     job = dataclasses.replace(make_job(precision="bf16", base_config=own("WarmupLR")), script=script)
     write_export(WINNER, job, Path("runs/w.yaml"), {}, style="accelerate")
     launched = load_config_from_file("runs/w.yaml")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.results.console import train_with
 from autotune.results.export import over_nodes, sbatch_script, write_export
 from tests.conftest import make_candidate, make_job
@@ -60,7 +60,9 @@ def test_what_is_printed_for_a_script(tmp_path: Path, hostfile: Path) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     profile = {"loader_prepared": False, "flags": [], "through_arguments": True}
-    script = Script(("train.py", "--deepspeed", str(tmp_path / "ds.json")), str(tmp_path), profile=profile)
+    script = Script(
+        ("train.py", "--deepspeed", str(tmp_path / "ds.json")), str(tmp_path), profile=ScriptProfile.from_json(profile)
+    )
     job = dataclasses.replace(make_job(8), script=script)
     config = tmp_path / "study.json"
     named = dict(train_with(make_candidate(1), job, "study", config, 2, nodes=2, hostfile=hostfile).commands)

@@ -1,12 +1,13 @@
 """Variables that a script reads: which belong to its training, and how changes and secrets are shown."""
 
+from dataclasses import replace
+
 import pytest
 
 from autotune.masking import MASK
 from autotune.problem.candidate import ACCUMULATION
-from autotune.problem.job import Script
-from autotune.script.argument_files import FOUND
-from autotune.script.environment import READ, changed_variables, own_variables, secrets_of, to_set
+from autotune.problem.job import Script, ScriptProfile
+from autotune.script.environment import changed_variables, own_variables, secrets_of, to_set
 from autotune.script.recorded import is_data
 
 
@@ -40,6 +41,6 @@ def test_variables_of_the_rank_and_of_the_session_are_left_out(monkeypatch: pyte
 def test_a_carrier_that_is_not_set_but_read_stays_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code has a default for it, and the same findings hold for the next call."""
     monkeypatch.delenv("GRAD_ACC", raising=False)
-    profile = {FOUND: {ACCUMULATION: "$GRAD_ACC"}, READ: {"GRAD_ACC": None}}
-    assert is_data(profile, Script(("train.py",), "."))
-    assert not is_data({FOUND: {ACCUMULATION: "$GRAD_ACC"}}, Script(("train.py",), "."))
+    profile, script = ScriptProfile(found_flags={ACCUMULATION: "$GRAD_ACC"}), Script(("train.py",), ".")
+    assert is_data(replace(profile, environment={"GRAD_ACC": None}), script)
+    assert not is_data(profile, script)

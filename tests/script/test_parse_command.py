@@ -12,7 +12,7 @@ import yaml
 
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.script.argument_files import with_copies
 from autotune.script.argument_writer import winners_files, write_trial_files
 from autotune.script.command_line import framework_of
@@ -224,7 +224,7 @@ WINNER = make_candidate(2, 8, 1, activation_checkpointing=True)
 def trained(words: str, **profile: object) -> tuple[Script, list[str], dict[str, dict]]:
     """The script, the command that trains with WINNER, and the files beside its config."""
     made = make_script(words.split(), [])
-    script = dataclasses.replace(made, profile=profile)
+    script = dataclasses.replace(made, profile=ScriptProfile.from_json(profile))
     files = {path.name: yaml.safe_load(text) for path, text in winners_files(script, WINNER, Path("best.json")).items()}
     return script, training_command(script, WINNER, 2, "best.json"), files
 
@@ -388,7 +388,7 @@ def test_accelerates_flags(folder: Path) -> None:
         *("--num_processes", "2", "--deepspeed_config_file", "best.json", "train.py"),
     ]
     script = make_script(words.split(), [])
-    script = dataclasses.replace(script, profile={"loop_accumulates": True})
+    script = dataclasses.replace(script, profile=ScriptProfile(loop_accumulates=True))
     command = training_command(script, make_candidate(2, 2, 4), 2, "best.json")
     assert command[command.index("--gradient_accumulation_steps") + 1] == "1", "the loop sums, and the engine must not"
     named = make_script(["accelerate", "launch", "--deepspeed_config_file", "ds.json", "train.py"], [])
@@ -463,7 +463,7 @@ def test_what_was_taken_out_of_a_files_config_stays_out(folder: Path) -> None:
     config = {"zero_optimization": {"stage": 1}, "steps_per_print": 9}
     (folder / "x.json").write_text(json.dumps({"per_device_train_batch_size": 2, "deepspeed": config}))
     first = {**config, "scheduler": {"type": "WarmupLR"}, "steps_per_print": 3}
-    script = dataclasses.replace(make_script(["train.py", "x.json"], []), profile={"config": first})
+    script = dataclasses.replace(make_script(["train.py", "x.json"], []), profile=ScriptProfile(config=first))
     job = make_job(script=script, base_config={**first, "zero_allow_untested_optimizer": True})
     write_trial_files(job, WINNER, folder / "home", quiet=False)
     (copy,) = (folder / "home").rglob("x.json")

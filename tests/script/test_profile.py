@@ -3,17 +3,16 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.models import ModelSpec
 from autotune.rank.ds_config import needed_ops
 from autotune.script.profile import (
-    LOOPED,
-    Counted,
     batch_held,
     batch_seen,
     first_candidates,
@@ -52,7 +51,7 @@ PROFILE = {
 
 
 def script(**changes: object) -> Script:
-    return Script(("train.py", "--lr", "1"), "/home/me", profile={**PROFILE, **changes})
+    return Script(("train.py", "--lr", "1"), "/home/me", profile=ScriptProfile.from_json({**PROFILE, **changes}))
 
 
 # -- before --------------------------------------------------------------------------------------------------------------
@@ -184,10 +183,14 @@ def test_the_batch_is_what_was_seen(
     assert {type(seen[key]) for key in ("micro_batch", "accumulation", "rows_per_sample")} == {int}, (
         "of samples, in whole"
     )
-    assert Counted.of(seen) == Counted(counted, per_sample, micros)
+    assert counting(seen) == (counted, per_sample, micros)
 
 
 MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def counting(seen: dict[str, Any]) -> tuple[str, float, float]:
+    return seen["counted"], seen["rows_per_sample"], seen["micros_per_accumulation"]
 
 
 @pytest.mark.parametrize(
@@ -207,28 +210,28 @@ def test_arguments_and_loaders_are_believed_where_they_fit(
 ) -> None:
     seen = batch_seen({**facts, "sequences": facts["rows"], "said": said})
     assert (seen["micro_batch"], seen["accumulation"]) == batch
-    assert Counted.of(seen) == Counted("rows", per_sample, micros)
-    assert (LOOPED in seen) is (facts["accumulation"] == 1 < batch[1])
+    assert counting(seen) == ("rows", per_sample, micros)
+    assert seen["loop_accumulates"] is (facts["accumulation"] == 1 < batch[1])
 
 
 @pytest.mark.parametrize(
     ("facts", "said", "batch", "counted"),
     [
-        ({"micros": 3, "packed_tokens": 500.0}, {}, (4, 3), Counted("tokens", 125.0, 1.0)),
-        ({"micros": 3, "packed_tokens": 500.0}, {MICRO: [8]}, (4, 3), Counted("", 1, 1.0)),  # which of them is not seen
-        ({"micros": 3, "packed_tokens": 0.0}, {}, (4, 3), Counted("", 1, 1.0)),
+        ({"micros": 3, "packed_tokens": 500.0}, {}, (4, 3), ("tokens", 125.0, 1.0)),
+        ({"micros": 3, "packed_tokens": 500.0}, {MICRO: [8]}, (4, 3), ("", 1, 1.0)),  # which of them is not seen
+        ({"micros": 3, "packed_tokens": 0.0}, {}, (4, 3), ("", 1, 1.0)),
         # a row that is no more than one sample, with positions that begin anew in its padding
-        ({"micro_batch": 1, "micros": 3, "packed_tokens": 0.0}, {}, (1, 3), Counted("rows", 1, 1.0)),
-        ({"micro_batch": 1, "micros": 3, "packed_tokens": 500.0}, {}, (1, 3), Counted("tokens", 500.0, 1.0)),
+        ({"micro_batch": 1, "micros": 3, "packed_tokens": 0.0}, {}, (1, 3), ("rows", 1, 1.0)),
+        ({"micro_batch": 1, "micros": 3, "packed_tokens": 500.0}, {}, (1, 3), ("tokens", 500.0, 1.0)),
     ],
 )
 def test_how_many_rows_are_packed_end_to_end_is_what_is_said(
-    facts: dict, said: dict, batch: tuple[int, int], counted: Counted
+    facts: dict, said: dict, batch: tuple[int, int], counted: tuple[str, float, float]
 ) -> None:
     seen = batch_seen({"micro_batch": 4, "accumulation": 3, "rows": 3, "sequences": 24, "said": said, **facts})
     assert (seen["micro_batch"], seen["accumulation"]) == batch
-    assert Counted.of(seen) == counted
-    assert ("packed end to end" in seen.get("uncounted", "")) is not bool(counted.unit)
+    assert counting(seen) == counted
+    assert ("packed end to end" in seen.get("uncounted", "")) is not bool(counted[0])
 
 
 def test_which_tensor_was_counted_is_kept() -> None:
@@ -286,7 +289,7 @@ def test_steps_of_another_size_are_said() -> None:
         "need your attention"
     )
     assert other_batch(make_candidate(0, 4, 1), unknown_job(script(), HARDWARE)) != ""
-    without = Script(("train.py",), "/home/me", profile={})
+    without = Script(("train.py",), "/home/me")
     assert other_batch(make_candidate(0, 4, 1), unknown_job(without, HARDWARE)) == ""
 
 
@@ -355,12 +358,12 @@ def test_a_key_that_was_taken_out_of_a_config_stays_out() -> None:
 
 def test_accumulation_that_the_engine_does_not_heed_is_said_in_rows() -> None:
     facts = {"micro_batch": 2, "accumulation": 8, "micros": 1, "rows": 2, "sequences": 2, "loader_prepared": True}
-    profile = batch_seen(facts)
-    assert (profile["micro_batch"], profile["accumulation"]) == (2, 1)
+    profile = ScriptProfile(**batch_seen(facts))
+    assert (profile.micro_batch, profile.accumulation) == (2, 1)
     said = "your plugin accumulates 8, but the engine steps after every micro-batch: you train 4 rows a step, not 32"
     assert unheeded_accumulation(facts, profile, 2) == said
     assert unheeded_accumulation({**facts, "loader_prepared": False}, profile, 2).startswith(
         "your config accumulates 8"
     )
     for other in ({"micros": 8, "rows": 16, "sequences": 16}, {"accumulation": 1}):
-        assert not unheeded_accumulation({**facts, **other}, batch_seen({**facts, **other}), 2)
+        assert not unheeded_accumulation({**facts, **other}, ScriptProfile(**batch_seen({**facts, **other})), 2)

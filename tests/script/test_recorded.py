@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.script.recorded import (
     RecordedJob,
     check_candidate,
@@ -22,19 +22,19 @@ from tests.conftest import make_candidate, make_job
 
 BATCH = "train_micro_batch_size_per_gpu"
 TYPED = Script(("train.py", "--bs", "8", "--trust_remote_code", "False"), "/")
-PROFILE = {
-    "micro_batch": 8,
-    "found_flags": {BATCH: "--bs"},
-    "spellings": {"--ckpt": [None, "--ckpt"], "--liger": ["--no-liger", "--liger"], "--x": ["--x=off", "--x=on"]},
-    "variables": {"NCCL_ALGO": "Ring"},
-}
+PROFILE = ScriptProfile(
+    micro_batch=8,
+    found_flags={BATCH: "--bs"},
+    spellings={"--ckpt": [None, "--ckpt"], "--liger": ["--no-liger", "--liger"], "--x": ["--x=off", "--x=on"]},
+    variables={"NCCL_ALGO": "Ring"},
+)
 
 
 def test_findings_of_a_probe_run_are_data() -> None:
     assert is_data(PROFILE, TYPED)
     script = with_findings("s", replace(TYPED, profile=PROFILE, flags=((BATCH, "--bs"),)), TYPED)
     assert (script.argv, dict(script.flags)) == (TYPED.argv, {BATCH: "--bs"})
-    assert script.variables == {"NCCL_ALGO": "Ring"}
+    assert script.profile.variables == {"NCCL_ALGO": "Ring"}
 
 
 @pytest.mark.parametrize(
@@ -52,18 +52,19 @@ def test_findings_of_a_probe_run_are_data() -> None:
     ],
 )
 def test_what_could_load_a_program_is_no_finding(planted: dict[str, Any]) -> None:
-    assert not is_data(planted, TYPED)
+    profile = ScriptProfile(**planted)
+    assert not is_data(profile, TYPED)
     if "model_config" not in planted:
         (name,) = planted
-        assert data_of(planted, TYPED)[name] == {}
+        assert getattr(data_of(profile, TYPED), name) == {}
 
 
 def test_a_variable_with_a_path_is_set_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = replace(TYPED, profile={"variables": {"CUDA_HOME": "/opt/cuda"}})
+    known = replace(TYPED, profile=ScriptProfile(variables={"CUDA_HOME": "/opt/cuda"}))
     with pytest.raises(UserError, match=r"CUDA_HOME=/opt/cuda, .* Set CUDA_HOME in front of autotune"):
         with_findings("s", known, TYPED)
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert with_findings("s", known, TYPED).variables == {"CUDA_HOME": "/opt/cuda"}
+    assert with_findings("s", known, TYPED).profile.variables == {"CUDA_HOME": "/opt/cuda"}
 
 
 def test_a_training_gets_no_code_and_no_path_of_a_recorded_job() -> None:

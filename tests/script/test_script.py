@@ -9,7 +9,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.script.argument_files import is_ds_config
 from autotune.script.parse_command import make_script
 from autotune.script.script import (
@@ -223,7 +223,7 @@ def test_a_name_without_dashes_reaches_the_command(folder: Path) -> None:
     ],
 )
 def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, expected: bool) -> None:
-    script = dataclasses.replace(make_script(argv, []), profile=profile)
+    script = dataclasses.replace(make_script(argv, []), profile=ScriptProfile.from_json(profile))
     assert command_sets_all(script) == expected
     words = command(script, make_candidate(1, 4, 2), "best.json")
     assert ("best.json" in words) == (expected or "ds.json" in argv)
@@ -232,7 +232,7 @@ def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, 
 @pytest.mark.parametrize("missing", ["--per_device_train_batch_size", "--gradient_accumulation_steps"])
 def test_trainer_has_its_batch_from_its_own_flags(folder: Path, missing: str) -> None:
     profile = {"through_arguments": True, "flags": sorted(FLAGS - {missing})}
-    script = dataclasses.replace(make_script(["train.py"], []), profile=profile)
+    script = dataclasses.replace(make_script(["train.py"], []), profile=ScriptProfile.from_json(profile))
     assert not command_sets_all(script)
     knob = "train_micro_batch_size_per_gpu" if "batch" in missing else "gradient_accumulation_steps"
     assert command_sets_all(dataclasses.replace(script, flags=((knob, "--mine"),))), "another flag was declared for it"
@@ -240,7 +240,7 @@ def test_trainer_has_its_batch_from_its_own_flags(folder: Path, missing: str) ->
 
 def test_a_config_given_already_is_not_given_twice(folder: Path) -> None:
     script = make_script(["train.py", "--config=ds.json"], [])
-    script = dataclasses.replace(script, profile={"through_arguments": True, "flags": ["--deepspeed"]})
+    script = dataclasses.replace(script, profile=ScriptProfile(through_arguments=True, flags=["--deepspeed"]))
     assert command(script, make_candidate(1), "best.json") == ["train.py", "--config=best.json"]
 
 
@@ -287,7 +287,7 @@ def test_where_the_config_stands(folder: Path) -> None:
     ],
 )
 def test_what_starts_its_ranks(ds_config: str | None, profile: dict, expected: list[str]) -> None:
-    script = Script(("train.py",), ".", ds_config=ds_config, profile=profile)
+    script = Script(("train.py",), ".", ds_config=ds_config, profile=ScriptProfile.from_json(profile))
     assert training_command(script, make_candidate(), 2, "best.json") == [*expected, "train.py"]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.problem.job import Script
-from autotune.script.script import SPELLINGS, with_setting
+from autotune.problem.job import Script, ScriptProfile
+from autotune.script.script import with_setting
 
 SWITCH = [None, "--ckpt"]  # argparse's `store_true`
 PAIR = ["--no-ckpt", "--ckpt"]  # its `BooleanOptionalAction`
@@ -25,12 +25,12 @@ VALUED = ["--ckpt=no", "--ckpt=yes"]
 def test_a_setting_is_said_as_the_parser_takes_it(
     spelling: list[str | None], typed: str, value: bool, expected: str
 ) -> None:
-    script = Script(("train.py",), ".", profile={SPELLINGS: {"--ckpt": spelling}})
+    script = Script(("train.py",), ".", profile=ScriptProfile(spellings={"--ckpt": spelling}))
     assert with_setting(script, typed.split(), "--ckpt", value) == expected.split()
 
 
 def test_other_flags_and_other_values_are_set_as_usual() -> None:
-    script = Script(("train.py",), ".", profile={SPELLINGS: {"--ckpt": PAIR}})
+    script = Script(("train.py",), ".", profile=ScriptProfile(spellings={"--ckpt": PAIR}))
     assert with_setting(script, ["--bs", "2"], "--bs", 4) == ["--bs", "4"]
     assert with_setting(script, ["--ckpt", "2"], "--ckpt", 4) == ["--ckpt", "4"]
     assert with_setting(Script(("train.py",), "."), ["--bs", "2"], "--ckpt", True) == ["--bs", "2", "--ckpt", "True"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.problem.hardware import detect
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.models import resolve_model, shipped_models, workload_spec
 from autotune.script.profile import unknown_job
 from autotune.script.source_digests import (
@@ -82,9 +82,9 @@ def test_a_models_own_code_is_of_its_fingerprint(tmp_path: Path) -> None:
 
 def test_what_an_earlier_version_did_not_keep_is_unknown(tmp_path: Path) -> None:
     """Nor is it in the job, whose JSON names studies and is compared with theirs."""
-    script = Script(("train.py",), str(tmp_path), profile={"sources": {"train.py": "12"}})
+    script = Script(("train.py",), str(tmp_path), profile=ScriptProfile(sources={"train.py": "12"}))
     job = unknown_job(script, HARDWARE)
-    old = unknown_job(dataclasses.replace(script, profile={}), HARDWARE)
+    old = unknown_job(dataclasses.replace(script, profile=ScriptProfile.from_json({})), HARDWARE)
     assert sources_of(job) == {"train.py": "12"}
     assert job.to_json() == old.to_json()
     assert changes(fingerprint(old, HARDWARE), fingerprint(job, HARDWARE)) == []

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.commands.setup import study_name
 from autotune.problem.hardware import detect, named_hardware
-from autotune.problem.job import Script
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.search import fingerprint as module
 from autotune.search.fingerprint import (
     changes,
@@ -101,8 +101,8 @@ def test_what_a_first_run_had_to_build_makes_no_other_job() -> None:
     """One tuner's environment has built what the other's has not."""
     hardware = detect("cpu", 2)
     job, built = (
-        dataclasses.replace(make_job(), script=Script(("train.py",), ".", profile={"trained": [1], **ops}))
-        for ops in ({"ops": ["FusedAdamBuilder"]}, {})
+        dataclasses.replace(make_job(), script=Script(("train.py",), ".", profile=ScriptProfile(trained=(1,), **ops)))
+        for ops in ({"ops": ("FusedAdamBuilder",)}, {})
     )
     for old, new in ((job, built), (built, job)):
         before, now = fingerprint(old, hardware), fingerprint(new, hardware)
@@ -210,7 +210,9 @@ def test_the_driver_and_what_torch_is_built_for(
 def test_variables_that_the_script_reads_are_compared_where_both_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def mark(read: dict[str, str | None]) -> dict:
         profile = {"environment": read} if read else {}
-        return fingerprint(make_job(script=Script(("train.py",), ".", profile=profile)), detect("cpu", 2))
+        return fingerprint(
+            make_job(script=Script(("train.py",), ".", profile=ScriptProfile.from_json(profile))), detect("cpu", 2)
+        )
 
     before, now = mark({"BATCH_SIZE": "2", "LR": "1"}), mark({"BATCH_SIZE": "4", "EPOCHS": None})
     assert changes(before, now) == ["BATCH_SIZE is 4 instead of 2"]
@@ -222,3 +224,14 @@ def test_variables_that_the_script_reads_are_compared_where_both_know_them(monke
     monkeypatch.setenv("LR", "1")
     monkeypatch.delenv("BATCH_SIZE", raising=False)
     assert other_variables(before) == {"BATCH_SIZE": ("2", None)}
+
+
+def test_findings_that_were_stored_before_profiles_had_a_version_are_the_same() -> None:
+    script = Script(("train.py",), ".", profile=ScriptProfile(micro_batch=2, trained=(1,)))
+    now = json.loads(json.dumps(fingerprint(make_job(script=script), detect("cpu", 2))))
+    former = {"micro_batch": 2, "trained": [1], "frozen": 0, "model": "Net", "saved_bytes_per_sample": None}
+    before = {**now, "job": {**now["job"], "script": {**now["job"]["script"], "profile": former}}}
+    assert changes(before, now) == []
+    assert Job.from_json(before["job"]) == Job.from_json(now["job"])
+    with pytest.raises(ValueError, match="newer"):
+        ScriptProfile.from_json({"version": 3})

@@ -10,7 +10,7 @@ from autotune.errors import UserError
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect, named_hardware
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space, parse_space
 from autotune.script.profile import unknown_job
@@ -298,7 +298,7 @@ def test_the_database_opens_in_plain_optuna(tmp_path: Path) -> None:
 
 def test_a_study_of_an_edited_script_is_refused(tmp_path: Path) -> None:
     def begun(force: bool = False, **sources: str) -> StudyStore:
-        script = Script(("train.py",), str(tmp_path), profile={"sources": sources})
+        script = Script(("train.py",), str(tmp_path), profile=ScriptProfile(sources=sources))
         job = unknown_job(script, detect("cpu", 2))
         where = default_storage(tmp_path)
         return StudyStore.create_or_resume("s", where, tmp_path, job, detect("cpu", 2), SPACE, force=force)[0]

@@ -186,7 +186,7 @@ def test_any_hostfile(tmp_path: Path, text: str | bytes) -> None:
 @example(text=",")
 @given(text=st.one_of(st.text(max_size=40), st.binary(max_size=40), VALUES.map(lambda one: json.dumps({"512": one}))))
 def test_any_file_of_lengths(tmp_path: Path, text: str | bytes) -> None:
-    from autotune.problem.job import load_lengths
+    from autotune.commands.setup import load_lengths
 
     write(tmp_path / "lengths", text)
     read_or_refused(lambda: load_lengths(tmp_path / "lengths"))

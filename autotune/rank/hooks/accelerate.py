@@ -12,7 +12,6 @@ from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged, without_trackers
 from autotune.rank.hooks.process_group import wait_for
 from autotune.rank.versions import import_or_none
-from autotune.script.profile import KEPT
 
 # Attributes copied to a loader of another batch size, in addition to its sampler if it has one.
 _KEPT = (
@@ -48,7 +47,7 @@ def install(context: Context) -> None:
     def load_config(original: Callable[..., Any], config: Any, config_file_or_dict: Any) -> None:
         original(config, config_file_or_dict)
         own = copy.deepcopy(config.config)
-        if own.get("zero_optimization") in context.script.profile.get(KEPT, ()):
+        if own.get("zero_optimization") in context.script.profile.kept_configs:
             config.config = _accumulating(context, without_trackers(context, own))
             return  # a plugin without training (a teacher's), whose stage may be the only one possible
         config.config = merged(context, config.config)

@@ -134,6 +134,7 @@ class Context:
     # variables that were read in a probe run, by name, see `hooks.environment`
     variables: dict[str, VariableRead] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # configs that the script wrote in a probe run
+    loader_tokens: int = 0  # tokens of the longest row that a loader has given
     allowed_tokens: list[int] = field(default_factory=list)  # limits of arguments and tokenizers
     largest: dict[str, dict[str, Any]] = field(default_factory=dict)  # by key of a data set, see `hooks.worst_case`
     scanned: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)  # same, by loader
@@ -201,7 +202,7 @@ class Sizes:
     rows_by_name: dict[str, int] = field(default_factory=dict)  # rows of each tensor
 
 
-def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None = None) -> Sizes:
+def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str = "") -> Sizes:
     """Return the sizes of a batch from a forward's arguments, or zeros if they hold no tensor.
 
     Tensors are found in nested lists, mappings and objects. Sequences of packed rows begin at zeros of `position_ids`,
@@ -222,7 +223,7 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | No
 
 # Cache by the key of `_shapes`. Training evicts this code from the processor's caches: counting a batch of
 # `tiny-gemma-2` took 85 us in a training and 10 us in a separate loop.
-_known: dict[tuple[str | None, tuple[Any, ...]], Sizes] = {}
+_known: dict[tuple[str, tuple[Any, ...]], Sizes] = {}
 
 
 def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -244,7 +245,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return named.get("input_ids", next(reversed(named.values()), None))
 
 
-def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None) -> Sizes:
+def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str) -> Sizes:
     """Return the sizes of a batch that is not in the cache."""
     named: dict[str, Any] = {}
     seen: Counter[str] = Counter()
@@ -254,7 +255,7 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | No
     if not named:
         return Sizes()
     found = replace(_sizes(named), rows_by_name={name: _rows(name, leaf) for name, leaf in named.items()})
-    if counted_by is None:
+    if not counted_by:
         return found
     rows = found.rows_by_name.get(counted_by, 0)
     return replace(found, rows=rows, sequences=rows)

@@ -14,7 +14,7 @@ from autotune.problem.candidate import RUNG_KNOBS
 from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
-from autotune.script.argument_files import PRODUCTS, argument_names, can_set_knob, with_copies
+from autotune.script.argument_files import argument_names, can_set_knob, with_copies
 from autotune.script.environment import VARIABLE
 from autotune.script.profile import over_present
 from autotune.script.script import (
@@ -98,7 +98,7 @@ def merged_arguments(context: Context) -> list[str]:
     flags = argument_names(argv)
     # Hugging Face's names are set in argparse's result; another parser (click) reads them from the words.
     typed = {KNOWN_FLAGS[knob] for knob in RUNG_KNOBS} & flags
-    known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ()), *typed}
+    known = {*dict(script.flags).values(), *script.profile.product_flags, *typed}
     for knob, flag, value in knob_flags(script, context.candidate):
         # a flag on the command line overrides an argument file
         if flag in known and not flag.startswith(VARIABLE) and (flag in flags or not can_set_knob(script, knob)):
@@ -109,7 +109,7 @@ def merged_arguments(context: Context) -> list[str]:
         copied.write_text(json.dumps(merged(context, read_config(path))), encoding="utf-8")
         return str(copied)
 
-    return with_configs(argv, Path(), merged_file, script.profile.get("config"))
+    return with_configs(argv, Path(), merged_file, script.profile.config)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
-from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS, UNREAD
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 
@@ -86,7 +85,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     config = _config_of(given)
     if not _trains(context, given, config):
         return _build(context, original, *args, **kwargs)
-    if context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0)):
+    if context.engine is None and len(context.earlier) < context.script.profile.earlier:
         made = _build(context, original, *args, **kwargs)
         context.earlier.append(made[0])
         return made
@@ -216,6 +215,8 @@ def _watched(
         if phase is Phase.FORWARD:
             if context.script.worst_case:
                 kwargs = worst_case.longest(context, args, kwargs)
+            elif pads_to := context.script.profile.pads_to * context.quiet:  # a training is as it is
+                args, kwargs = worst_case.padded(args, kwargs, first_tensor(args, kwargs), pads_to)
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
@@ -278,6 +279,8 @@ def _fetch(context: Context, original: Callable[..., Any], loader: Any, /) -> An
     batch = original(loader)
     if context.trace.records:
         context.trace.fetched(loader)
+        sizes = sizes_of((batch,), {})
+        context.loader_tokens = max(context.loader_tokens, sizes.tokens // (sizes.rows or 1))
     return batch
 
 
@@ -315,7 +318,7 @@ def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str,
 
     if not torch.is_grad_enabled():
         return
-    sizes = sizes_of(args, kwargs, context.script.profile.get("counted_by"))
+    sizes = sizes_of(args, kwargs, context.script.profile.counted_by)
     if context.trace.records:
         context.trace.forward(first_tensor(args, kwargs), sizes.rows, certain=module.training)
     if module.training:
@@ -392,19 +395,19 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         **late_facts(context),
         "checkpointing_call": call_of(plain),
         "through_arguments": context.through_arguments,
-        BY_RANK: context.averages_by_rank,
+        "averages_by_rank": context.averages_by_rank,
         "lightning": trainer_of(plain) is not None,
         "zero_init": context.zero_init,
-        EARLIER: len(context.earlier),
-        KEPT: kept_configs(context),
+        "earlier": len(context.earlier),
+        "kept_configs": kept_configs(context),
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
         "optimizer": kind_of(context, own),
-        TORCHS: torchs_of(own),
+        "torch_optimizer": torchs_of(own),
         "matrices": [elements for elements, p in parameters if p.requires_grad and getattr(p, "use_muon", False)],
-        EXPERTS_ELSEWHERE: sum(map(_elements_elsewhere, module.parameters())),
-        SHARED_SEQUENCES: max(1, getattr(engine, "sequence_parallel_size", 1)),
+        "experts_elsewhere": sum(map(_elements_elsewhere, module.parameters())),
+        "sequence_ranks": max(1, getattr(engine, "sequence_parallel_size", 1)),
         "flags": sorted(context.flags),
         "integers": dict(context.integers),
         "spellings": dict(sorted(context.spellings.items())),
@@ -433,7 +436,7 @@ def late_facts(context: Context) -> dict[str, Any]:
         "checkpointed": is_on(module),
         "loader_prepared": context.loader_prepared,
         "loader_split": context.loader_split,
-        **({LARGEST: context.largest, UNREAD: context.unread} if context.script.worst_case else {}),
+        **({"largest": context.largest, "unread": context.unread} if context.script.worst_case else {}),
     }
 
 
@@ -639,7 +642,8 @@ def _merged(context: Context, config: Any) -> Any:
     The ZeRO section decides, compared with that of the probe run. A reference model's config stays unchanged.
     """
     read = named_config(config) if isinstance(config, str | Path) else config
-    own = context.script.profile.get("config", read)
+    own = context.script.profile.config
+    own = read if own is None else own
     section = "zero_optimization"
     return with_candidate(context, read) if isinstance(read, dict) and read.get(section) == own.get(section) else config
 

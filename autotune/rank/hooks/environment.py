@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 from autotune.masking import MASK, names_secret
+from autotune.problem.candidate import Value
 from autotune.rank.hooks import source_files
 from autotune.rank.hooks.base import Context, VariableRead
 from autotune.rank.patches import Patches
-from autotune.script.argument_files import TRIED
 from autotune.script.environment import VARIABLE
 from autotune.script.script import settings
 
@@ -28,13 +28,13 @@ _BETWEEN = {code.co_filename for code in (os.getenv.__code__, Mapping.get.__code
 
 def install(context: Context) -> None:
     """Set the variables of a candidate. In a probe run, record every variable that is read by its name, and by which files."""
-    carried = dict(context.script.profile.get(TRIED, {}))
+    carried: dict[str, Value] = {**context.script.profile.tried_values}
     if context.candidate is not None:
         carried |= settings(context.script, context.candidate)
     for flag, value in carried.items():
         if flag.startswith(VARIABLE):
             context.patches.set_environment(flag.removeprefix(VARIABLE), str(value))
-    if context.script.profile or not context.quiet:
+    if context.script.profile.is_known or not context.quiet:
         return
     kind, given, signature = type(os.environ), dict(os.environ), inspect.signature(Mapping.get)
     iterated = deque[str]()  # a copy of the whole environment reads all names, in the order of an iteration

@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 def install(context: Context) -> None:
     """Record the configs that a script opens in its probe run."""
-    if context.script.profile or not context.quiet:
+    if context.script.profile.is_known or not context.quiet:
         return
 
     def opening(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 from autotune.errors import Unusable
 from autotune.rank.hooks.base import Context, leaves
 from autotune.rank.versions import import_or_none
-from autotune.script.profile import LARGEST
 
 _SCAN_SECONDS = 20.0  # of one data set, at most; also the longest wait for one sample
 _COMPARED = 4  # samples by whose sizes a data set is recognized
@@ -89,7 +88,7 @@ def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
     The key is the number of samples and the sizes of the first that are read. A finding of the first run, or of another
     rank, is used for data with its key. None if the samples cannot be read, or could not in the first run.
     """
-    recorded = context.script.profile.get(LARGEST)
+    recorded = context.script.profile.largest
     try:
         count = len(loader.dataset)
     except TypeError:
@@ -214,9 +213,19 @@ def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, unread: 
             "--worst-case: neither the data, max_length, a tokenizer nor the model's configuration says how long a "
             "batch may be: leave it out"
         )
-    found = dict(kwargs)
-    missing = longest - ids.shape[1]
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape and missing > 0:
-            found[name] = torch.nn.functional.pad(value, (0, missing), value=_FILLERS.get(name, 0))
-    return found
+    return padded(args, kwargs, ids, longest)[1]
+
+
+def padded(
+    args: tuple[Any, ...], kwargs: dict[str, Any], ids: Any, longest: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a forward's arguments with all tensors of the shape of `ids` (rows, tokens) padded to `longest` tokens."""
+    import torch
+
+    def longer(value: Any, name: str = "") -> Any:
+        if ids is None or ids.ndim != 2 or getattr(value, "shape", None) != ids.shape:
+            return value
+        missing = max(0, longest - len(ids[0]))
+        return torch.nn.functional.pad(value, (0, missing), value=_FILLERS.get(name, 0))
+
+    return tuple(map(longer, args)), {name: longer(value, name) for name, value in kwargs.items()}

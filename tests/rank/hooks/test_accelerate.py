@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import MICRO_BATCH, Candidate
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import accelerate, config, deepspeed
-from autotune.script.profile import KEPT
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
 
@@ -162,8 +162,10 @@ def distil(folder: str, candidate: dict[str, Any] | None, kept: list[Any]) -> di
     from accelerate import Accelerator, DeepSpeedPlugin
     from torch.utils.data import DataLoader, TensorDataset
 
-    profile = {KEPT: kept} if kept else {}
-    context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None, profile=profile)
+    profile = {"kept_configs": kept} if kept else {}
+    context, watcher = make_context(
+        folder, Candidate.of(candidate) if candidate else None, profile=ScriptProfile.from_json(profile)
+    )
     accelerate.install(context)
     deepspeed.install(context)
     teachers, own = (DeepSpeedPlugin(hf_ds_config=one) for one in (TEACHERS, CONFIG))
@@ -181,7 +183,7 @@ def distil(folder: str, candidate: dict[str, Any] | None, kept: list[Any]) -> di
         "adopts": "deepspeed_gradient_accumulation_steps" in Accelerator._prepare_deepspeed.__code__.co_varnames,
         "plugins": [own.zero_stage, teachers.zero_stage],
         "configured": watcher.of("configured")[-1][0],
-        "kept": watcher.of("built")[0][0][KEPT],
+        "kept": watcher.of("built")[0][0]["kept_configs"],
     }
 
 

@@ -72,7 +72,7 @@ def test_a_batch_that_is_like_an_earlier_one_is_counted_anew_where_values_count(
         borders = [torch.tensor([0, 6, 6]), torch.tensor([0, 3, 6])]
         assert [sizes_of((), {"input_ids": ids, "cu_seqlens": at}).sequences for at in borders] == [1, 2]
         assert [sizes_of((), {"x": torch.zeros(n, 2), "y": None}).rows for n in (2, 3)] == [2, 3]
-        assert [sizes_of((), {"x": torch.zeros(2, 3), "y": torch.zeros(4)}, by).rows for by in (None, "y")] == [2, 4]
+        assert [sizes_of((), {"x": torch.zeros(2, 3), "y": torch.zeros(4)}, by).rows for by in ("", "y")] == [2, 4]
         assert [sizes_of((), {"x": torch.zeros(2, 3, dtype=kind)}).tokens for kind in (torch.int, torch.float)] == [
             6,
             2,

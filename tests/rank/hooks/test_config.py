@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks.config import announce_to_accelerate, merged, merged_arguments
 from tests.conftest import make_candidate
 
@@ -27,7 +28,7 @@ def test_a_candidates_keys_are_merged(context: Callable) -> None:
 
 def test_what_was_taken_out_of_a_config_since_its_first_run_stays_out(context: Callable) -> None:
     first = {**OWN, "scheduler": {"type": "WarmupLR"}, "steps_per_print": 3}
-    made, _ = context(make_candidate(2, 3, 5), quiet=False, profile={"config": first})
+    made, _ = context(make_candidate(2, 3, 5), quiet=False, profile=ScriptProfile(config=first))
     added = {"zero_allow_untested_optimizer": True}
     made.job = replace(made.job, base_config={**first, **added})
     found = merged(made, {"zero_optimization": {"stage": 1}, "steps_per_print": 9})
@@ -50,7 +51,7 @@ def test_what_was_taken_out_of_a_config_since_its_first_run_stays_out(context: C
 def test_the_precision_is_that_of_the_present_config(
     context: Callable, first: dict, now: dict, bf16: bool | None, fp16: bool | None
 ) -> None:
-    made, _ = context(make_candidate(2, 3, 5), profile={"config": first})
+    made, _ = context(make_candidate(2, 3, 5), profile=ScriptProfile(config=first))
     made.job = replace(made.job, precision="bf16", base_config=first)
     found = merged(made, {**OWN, **now})
     assert (found.get("bf16", {}).get("enabled"), found.get("fp16", {}).get("enabled")) == (bf16, fp16)
@@ -92,12 +93,12 @@ def test_of_several_files_the_first_engines_is_merged(
     (tmp_path / "actor.json").write_text(json.dumps(OWN))
     (tmp_path / "critic.json").write_text(json.dumps({**OWN, "zero_optimization": {"stage": 2}}))
     argv = ("train.py", "--critic=critic.json", "--actor=actor.json", "--again", "actor.json")
-    made, _ = context(make_candidate(3, 3, 5), argv=argv, cwd=str(tmp_path), profile={"config": OWN})
+    made, _ = context(make_candidate(3, 3, 5), argv=argv, cwd=str(tmp_path), profile=ScriptProfile(config=OWN))
     critic, actor, _, again = merged_arguments(made)
     assert critic == "--critic=critic.json"
     for path in (actor.removeprefix("--actor="), again):
         assert json.loads(Path(path).read_text())["zero_optimization"]["stage"] == 3
-    elsewhere, _ = context(make_candidate(3, 3, 5), argv=argv, cwd=str(tmp_path), profile={"config": {}})
+    elsewhere, _ = context(make_candidate(3, 3, 5), argv=argv, cwd=str(tmp_path), profile=ScriptProfile(config={}))
     assert merged_arguments(elsewhere) == list(argv[1:]), (
         "the script changes what it reads: its engine is given the keys"
     )
@@ -105,7 +106,7 @@ def test_of_several_files_the_first_engines_is_merged(
 
 def test_a_batch_that_is_held_is_the_scripts_own(context: Callable, tmp_path: Path) -> None:
     flags = (("train_micro_batch_size_per_gpu", "--batch"),)
-    held = {"argv": ("train.py", "--batch", "1"), "flags": flags, "profile": {"batch_note": "it has its own"}}
+    held = {"argv": ("train.py", "--batch", "1"), "flags": flags, "profile": ScriptProfile(batch_note="it has its own")}
     made, _ = context(make_candidate(2, 3, 5), **held)
     assert merged(made, OWN)["train_batch_size"] == 4
     assert "train_micro_batch_size_per_gpu" not in merged(made, OWN)

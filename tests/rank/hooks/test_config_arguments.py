@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.rank.hooks import config
 from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged_arguments
@@ -97,7 +97,7 @@ def test_a_command_says_yes_or_no_as_its_parser_takes_it(
     config.install(made)
     yes_or_no_parser(kind).parse_args(given)
     made.patches.close()
-    script = replace(made.script, profile=in_a_profile(made))
+    script = replace(made.script, profile=ScriptProfile.from_json(in_a_profile(made)))
     candidate = make_candidate(1, 8, 4, activation_checkpointing=value).but(overlap_comm=value)
     words = command(script, candidate, "best.json")[1:]
     read = yes_or_no_parser(kind).parse_args(words)
@@ -132,7 +132,7 @@ def test_what_needs_no_other_words_is_not_kept(context: Callable) -> None:
 
 def test_a_value_in_place_of_a_switch_is_taken_out_with_it() -> None:
     spelt = {"--gc": ["--gc=0", "--gc=1"], "--ckpt": [None, "--ckpt"]}
-    script = Script(("train.py",), ".", profile={"spellings": spelt})
+    script = Script(("train.py",), ".", profile=ScriptProfile(spellings=spelt))
 
     def told(flag: str, value: bool | int, *words: str) -> list[str]:
         return with_setting(script, list(words), flag, value)

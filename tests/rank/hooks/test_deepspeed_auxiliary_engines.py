@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import deepspeed
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
@@ -78,7 +79,9 @@ def test_whose_batch_is_the_first_engines(
     monkeypatch.setenv("WORLD_SIZE", "1")
     for name in files:
         (tmp_path / name).write_text(json.dumps(CONFIG))
-    made, _ = context(make_candidate(2, 2, 4), argv=("train.py", *files), cwd=str(tmp_path), profile=profile)
+    made, _ = context(
+        make_candidate(2, 2, 4), argv=("train.py", *files), cwd=str(tmp_path), profile=ScriptProfile.from_json(profile)
+    )
     made.own_config = CONFIG
     found = deepspeed.with_batch(made, config)
     assert (found is not config) is changed

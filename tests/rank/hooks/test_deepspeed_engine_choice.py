@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import deepspeed
-from autotune.script.profile import EARLIER
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
 
@@ -21,8 +21,10 @@ def play(folder: str, way: str, candidate: dict[str, Any] | None, earlier: int) 
     """A script of two engines."""
     import torch
 
-    profile = {EARLIER: earlier} if earlier else {}
-    context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None, profile=profile)
+    profile = {"earlier": earlier} if earlier else {}
+    context, watcher = make_context(
+        folder, Candidate.of(candidate) if candidate else None, profile=ScriptProfile.from_json(profile)
+    )
     deepspeed.install(context)
     import deepspeed as library
 
@@ -53,7 +55,7 @@ def play(folder: str, way: str, candidate: dict[str, Any] | None, earlier: int) 
     return {
         "second": context.engine is second,
         "configured": watcher.of("configured")[-1][0].get("gradient_clipping"),
-        "earlier": [facts[EARLIER] for (facts,) in built],
+        "earlier": [facts["earlier"] for (facts,) in built],
         "stages": [first.zero_optimization_stage(), second.zero_optimization_stage()],
         "rows": [second.train_micro_batch_size_per_gpu(), first.train_micro_batch_size_per_gpu()],
         "after": watcher.names()[at + 1 :],

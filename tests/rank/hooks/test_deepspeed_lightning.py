@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune.problem.job import Script, under_lightning
+from autotune.problem.job import Script, ScriptProfile, under_lightning
 from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.hooks.deepspeed import accumulate, trainer_of
 from tests.conftest import make_candidate, make_job
@@ -57,7 +57,10 @@ def test_other_loops_are_left_alone(model: Any) -> None:
 
 def test_a_config_that_it_reads_leaves_the_key_out() -> None:
     profile = {"lightning": True}
-    job = make_job(script=Script(("train.py",), ".", profile=profile), base_config={"gradient_accumulation_steps": 2})
+    job = make_job(
+        script=Script(("train.py",), ".", profile=ScriptProfile.from_json(profile)),
+        base_config={"gradient_accumulation_steps": 2},
+    )
     config = make_candidate(1, 2, 8).ds_config(job)
     assert "gradient_accumulation_steps" not in config
     assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (2, 2 * 8 * job.ranks)
@@ -78,7 +81,7 @@ def test_it_is_known_before_and_after_the_first_run(
 ) -> None:
     if text is not None:
         (tmp_path / "train.py").write_text(text)
-    assert under_lightning(Script(("train.py",), str(tmp_path), profile=profile)) == known
+    assert under_lightning(Script(("train.py",), str(tmp_path), profile=ScriptProfile.from_json(profile))) == known
 
 
 def test_a_launch_of_a_study_that_knows_no_script_names_a_config_that_it_takes(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import accelerate, deepspeed
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
@@ -39,7 +40,7 @@ def train(folder: str, candidate: dict[str, Any] | None, enabled: bool) -> dict[
     import torch
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-    context, watcher = set_up(folder, candidate, profile={"config": CONFIG})
+    context, watcher = set_up(folder, candidate, profile=ScriptProfile(config=CONFIG))
     deepspeed.install_zero_init(context)
     library.init_distributed()
     reference, *_ = library.initialize(model=torch.nn.Linear(4, 4), config=copy.deepcopy(REFERENCE))
@@ -88,7 +89,7 @@ def offload(folder: str, candidate: dict[str, Any]) -> dict[str, Any]:
     import deepspeed as library
     import torch
 
-    context, watcher = set_up(folder, candidate, profile={"config": CONFIG})
+    context, watcher = set_up(folder, candidate, profile=ScriptProfile(config=CONFIG))
     deepspeed.install_zero_init(context)
     Path(folder, "ds.json").write_text(json.dumps(CONFIG))
     library.init_distributed()

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.masking import MASK
 from autotune.problem.candidate import MICRO_BATCH
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import environment, source_files
 from autotune.rank.hooks.base import Context
 from tests.conftest import make_candidate
@@ -84,12 +85,12 @@ def test_a_candidate_sets_the_variable_that_carries_its_batch(
 ) -> None:
     monkeypatch.setenv("BATCH_SIZE", "2")
     flags = ((MICRO_BATCH, "$BATCH_SIZE"),)
-    made, _ = context(make_candidate(1, 8, 1), flags=flags, profile={"counted": "rows"})
+    made, _ = context(make_candidate(1, 8, 1), flags=flags, profile=ScriptProfile(micro_batch=1))
     environment.install(made)
     assert os.environ["BATCH_SIZE"] == "8"
     assert not made.variables
     made.patches.close()
     assert os.environ["BATCH_SIZE"] == "2"
-    made, _ = context(profile={"tried_values": {"$BATCH_SIZE": 4, "train.batch": 3}})
+    made, _ = context(profile=ScriptProfile(tried_values={"$BATCH_SIZE": 4, "train.batch": 3}))
     environment.install(made)
     assert os.environ["BATCH_SIZE"] == "4"

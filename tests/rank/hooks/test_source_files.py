@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import autotune
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import source_files
 from autotune.rank.hooks.base import Context
 from autotune.rank.sandbox import Protection, Sandbox
@@ -25,7 +26,7 @@ open("data.txt").read(), open("large.json").read(), open("mine/config.json").rea
 
 
 @pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
-@pytest.mark.parametrize("profile", [{}, {"counted": "rows"}], ids=["first run", "later"])
+@pytest.mark.parametrize("profile", [{}, {"micro_batch": 1}], ids=["first run", "later"])
 def test_modules_and_configs_are_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -53,7 +54,9 @@ def test_modules_and_configs_are_found(
     sandbox.create(tmp_path / "study")
     monkeypatch.chdir(sandbox.script_cwd)
     monkeypatch.syspath_prepend(str(cwd))
-    made, _ = context(scratch, argv=("train.py", f"--model={model}"), cwd=str(cwd), profile=profile)
+    made, _ = context(
+        scratch, argv=("train.py", f"--model={model}"), cwd=str(cwd), profile=ScriptProfile.from_json(profile)
+    )
     made = Context(made.job, None, made.watcher, "cpu", sandbox.files, True, made.patches, sandbox=sandbox)
     source_files.install(made)
     runpy.run_path(str(cwd / "train.py"))

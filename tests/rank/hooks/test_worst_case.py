@@ -2,6 +2,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 
 from autotune.errors import Unusable
+from autotune.problem.job import ScriptProfile
+from autotune.problem.outcome import Phase
 from autotune.rank.hooks import worst_case
-from autotune.rank.hooks.worst_case import pad_to
-from autotune.script.profile import LARGEST
+from autotune.rank.hooks.deepspeed import _watched
+from autotune.rank.hooks.worst_case import pad_to, padded
 
 IDS = torch.arange(14).view(2, 7)
 
@@ -98,7 +101,7 @@ def test_every_row_is_the_sample_with_most_pixels_over_all_its_images(context: C
     assert found == {"index": 5, "bytes": 4 * 3 * 2 * 49, "read": 8, "tokens": 0, "samples": 8}
     made.patches.close()
     assert len(numbers(DataLoader(pictures, batch_size=3, collate_fn=collate))) == 3
-    trial, _ = context(worst_case=True, profile={LARGEST: {key: {**found, "index": 3}}})
+    trial, _ = context(worst_case=True, profile=ScriptProfile(largest={key: {**found, "index": 3}}))
     worst_case.install(trial)
     assert numbers(loader) == [[3]] * 3, "what the first run found"
 
@@ -116,16 +119,16 @@ def test_other_data_of_the_same_length_have_their_own_largest_sample(context: Ca
     train, evaluation = (DataLoader(data, 4, collate_fn=collate) for data in (Pictures(), Few()))
     assert (numbers(train), numbers(evaluation)) == ([[5]] * 2, [[7]] * 2)
     made.patches.close()
-    trial, _ = context(worst_case=True, profile={LARGEST: dict(list(made.largest.items())[:1])})
+    trial, _ = context(worst_case=True, profile=ScriptProfile(largest=dict(list(made.largest.items())[:1])))
     worst_case.install(trial)
     assert numbers(DataLoader(Few(), 4, collate_fn=collate)) == [[7]] * 2, "the data have changed since the first run"
 
 
-@pytest.mark.parametrize(("profile", "seen"), [({"micro_batch": 4}, [5]), ({LARGEST: {}}, [1, 3, 5, 7])])
+@pytest.mark.parametrize(("profile", "seen"), [({"micro_batch": 4}, [5]), ({"largest": {}}, [1, 3, 5, 7])])
 def test_a_study_without_largest_samples_reads_them_unless_the_first_run_could_not(
     context: Callable, profile: dict[str, Any], seen: list[int]
 ) -> None:
-    made, _ = context(worst_case=True, profile=profile)
+    made, _ = context(worst_case=True, profile=ScriptProfile.from_json(profile))
     worst_case.install(made)
     found = numbers(DataLoader(Pictures(), 4, collate_fn=collate))
     assert sorted({one for batch in found for one in batch}) == seen
@@ -220,3 +223,19 @@ def test_sequences_are_padded_to_the_longest_of_the_data_if_nothing_else_allows_
     assert worst_case.longest(made, (), {"input_ids": IDS})["input_ids"].shape == (2, 11)
     made.allowed_tokens.append(9)
     assert worst_case.longest(made, (), {"input_ids": IDS})["input_ids"].shape == (2, 9)
+
+
+@pytest.mark.parametrize(("quiet", "tokens"), [(True, 5), (False, 3)])
+def test_rows_that_grow_are_padded_in_measurements_only(context: Callable, quiet: bool, tokens: int) -> None:
+    made, _ = context(quiet=quiet, profile=ScriptProfile(pads_to=5))
+    made.engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    ids = torch.ones(2, 3, dtype=torch.long)
+    assert _watched(made, Phase.FORWARD, lambda _, ids: ids.shape, made.engine, ids) == (2, tokens)
+
+
+def test_forwards_are_padded_to_the_length_to_which_rows_grow() -> None:
+    ids = torch.ones(2, 3, dtype=torch.long)
+    (padded_ids,), named = padded((ids,), {"labels": ids, "weights": torch.ones(2)}, ids, 5)
+    assert padded_ids.tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert named["labels"].tolist() == [[1, 1, 1, -100, -100]] * 2
+    assert named["weights"].shape == (2,)

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.commands import run as run_command
 from autotune.problem.candidate import MICRO_BATCH, Candidate
-from autotune.problem.job import Script
+from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.results.report.build import study_report
 from autotune.results.report.html import _short, as_data
@@ -173,7 +173,7 @@ def test_the_data_is_exact_and_whole(tmp_path: Path) -> None:
 
 def test_the_commands_of_several_nodes_name_the_hostfile() -> None:
     profile = {"loader_prepared": False, "flags": [], "through_arguments": True}
-    script = Script(("train.py",), "/work", profile=profile)
+    script = Script(("train.py",), "/work", profile=ScriptProfile.from_json(profile))
     hardware = dataclasses.replace(machine(), count=4, nodes=2)
     store = StudyStore.in_memory(dataclasses.replace(make_job(4), script=script), hardware, space())
     commands = " ".join(text for _, text in study_report(everything(store)).verdict.run_now)
