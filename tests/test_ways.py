@@ -253,7 +253,7 @@ def test_a_script_that_resumes_is_tuned_at_every_stage(scripts: Scripts, tmp_pat
     step.with_name("latest").write_text(step.name)
     torch.save({"module": {}, "optimizer": {}, "global_steps": 5, "step": 5}, step / "mp_rank_00_model_states.pt")
     found = scripts.probe(command("resumes"), tmp_path)
-    assert "zero_init" not in found.script.profile
+    assert not found.script.profile.zero_init
     for stage in (0, 3):
         outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=stage))
         assert outcome.ok, outcome
