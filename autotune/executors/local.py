@@ -159,7 +159,6 @@ class LocalExecutor:
             "device": self.hardware.device,
             "cap_bytes": None,
             "threads": self.threads,
-            "env": {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")},
             "fault": self.fault("check"),
         }
         check_group(self.launcher, self.hardware, spec, self.hardware.count, self.folder / "check", self.cancelled)

@@ -133,7 +133,6 @@ class BaseRank(ABC):
     def join(self) -> None:
         """Join the process group. Every rank must call this."""
         self._join_group(self.own_device)
-        self.agree(0.0)  # NCCL allocates its buffers at the first collective
         self._report_device(self.own_device)
 
     def _report_device(self, device: Device) -> None:
@@ -156,6 +155,7 @@ class BaseRank(ABC):
         if (nodes := self.spec.get("nodes", 1)) > 1:
             os.environ.update(GROUP_RANK=str(self.spec["node"]), GROUP_WORLD_SIZE=str(nodes))
         os.environ.update(self.spec.get("env", {}))
+        os.environ["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")  # a failure then has its cause in the log
 
     def _join_group(self, device: Device) -> None:
         store = self.rendezvous.store(self.torch, self.collective_timeout)
@@ -266,7 +266,10 @@ class BaseRank(ABC):
             return seconds
         # A script may have set a default dtype of 16 bits and a default device.
         value = self.torch.tensor(seconds, dtype=self.torch.float64, device=self.own_device.torch_device())
-        self.torch.distributed.all_reduce(value, op=getattr(self.torch.distributed.ReduceOp, operation))
+        operator = getattr(self.torch.distributed.ReduceOp, operation)
+        # DeepSpeed's own group: a communicator of the default group, in which no engine trains, would take memory of its own
+        group = getattr(sys.modules.get("deepspeed.utils.groups"), "_WORLD_GROUP", None)
+        self.torch.distributed.all_reduce(value, op=operator, group=group)
         return [float(one) for one in value.tolist()]
 
     # -- faults ------------------------------------------------------------------------------------------------------
@@ -456,7 +459,8 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 # -- heartbeat ---------------------------------------------------------------------------------------------------------
 #
 # Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second a thread samples the
-# main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not change.
+# stacks of the main thread and of torch's own threads, and reports to the parent whether they have changed. The stacks of a
+# rank that hangs do not change. On GPUs autograd runs a backward, with its collectives, in a thread of its own.
 
 BEAT_SECONDS = 1.0
 # Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.
@@ -467,10 +471,10 @@ _INNERMOST = 4  # innermost frames that are searched for a collective
 
 
 class Heartbeat:
-    """Send `pulse` messages until `stop`. A main thread without progress is reported once.
+    """Send `pulse` messages until `stop`. A rank without progress is reported once.
 
-    A message has `moved` (the main thread made progress since the last one), `where` (its position), `waits` (a
-    collective is running) and `compiles` (torch.compile is at work).
+    A message has `moved` (a thread made progress since the last one), `where` (its position), `waits` (a collective is
+    running) and `compiles` (torch.compile is at work).
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -502,7 +506,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class ThreadPosition:
-    """Position of a thread, without its frames: a stored frame would keep its variables' tensors alive."""
+    """Position of a rank's threads, without their frames: a stored frame would keep its variables' tensors alive."""
 
     place: tuple[tuple[int, int], ...]  # code and instruction of every frame
     where: str
@@ -511,12 +515,21 @@ class ThreadPosition:
 
 
 def thread_position(thread: int) -> ThreadPosition | None:
-    """Return the current position of a thread by its identity, or None if it has ended."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    """Return the current position of a thread by its identity and of torch's own threads, or None if it has ended.
+
+    Threads that Python started are left out, because they may poll: those of loaders and of progress bars.
+    """
+    own = threading.get_ident()  # its frame would hold all others in a cycle
+    frames = {one: frame for one, frame in sys._current_frames().items() if one == thread or one != own}
+    if thread not in frames:
         return None
-    place = tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame))
-    return ThreadPosition(place, describe(frame), waits(frame), compiles(frame))
+    stacks = {one: [frame for frame, _ in traceback.walk_stack(frames[one])] for one in frames}
+    seen = [
+        stack for one, stack in stacks.items() if one == thread or stack[-1].f_code.co_filename != threading.__file__
+    ]
+    place = tuple((id(frame.f_code), frame.f_lasti) for stack in seen for frame in stack)
+    where = next((stack[0] for stack in seen if waits(stack[0])), frames[thread])
+    return ThreadPosition(place, describe(where), waits(where), any(compiles(stack[0]) for stack in seen))
 
 
 def describe(frame: FrameType) -> str:

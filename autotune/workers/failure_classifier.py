@@ -573,6 +573,10 @@ _PATTERNS = (
         _unless_full(OutcomeKind.CRASH),
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)",
     ),
+    *_patterns(  # a hang, which NCCL's watchdog ends
+        OutcomeKind.TIMEOUT,
+        r"caught collective operation timeout|NCCL operations have failed or timed out|watchdog got stuck|heartbeat monitor",
+    ),
     *_patterns(
         OutcomeKind.INFRASTRUCTURE,
         r"Address already in use|EADDRINUSE",
@@ -581,7 +585,6 @@ _PATTERNS = (
         r"Too many open files|Input/output error",
         _PEER_GONE,
         r"Timed out initializing process group|client socket has timed out|wait timeout after \d+ ?ms",
-        r"NCCL operations have failed or timed out|watchdog got stuck|heartbeat monitor",
         r"CUDA driver|CUDA initialization|cannot re-initialize CUDA in forked subprocess",
         r"Unable to find address for|No socket interface found|Name or service not known|name resolution",
         r"couldn't connect to .{0,3}https?:|Max retries exceeded with url|HTTPSConnectionPool",

@@ -181,10 +181,10 @@ class NvmlMeter(Meter):
             peaks.lost = peaks.lost or str(error)
 
     def busy(self) -> bool:
-        """Return True if a GPU is computing."""
+        """Return True if a GPU reads or writes its memory. Kernels that compute do; NCCL's that wait do not."""
         for gpu in self._gpus:
             with suppress(self._lib.NVMLError):  # not available for a MIG slice
-                if self._lib.nvmlDeviceGetUtilizationRates(gpu.clock_handle).gpu > 0:
+                if self._lib.nvmlDeviceGetUtilizationRates(gpu.clock_handle).memory > 0:
                     return True
         return False
 

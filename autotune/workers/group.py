@@ -168,7 +168,8 @@ class WorkerGroup:
             patience = self._policy.silence_seconds(self.phase) if self.greeted else self._policy.hello_seconds
             if timer.now - max(timer.last_check, timer.last_alive) > min(_LOOK_SECONDS, 0.4 * patience):
                 timer.last_check = timer.now
-                timer.last_alive = timer.now if self._check_progress() else timer.last_alive
+                if self._check_progress():
+                    timer.last_alive = timer.now
             if timer.now - timer.last_alive > patience:
                 self.failed_at = timer.now
                 self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._positions_text()}"
@@ -186,8 +187,14 @@ class WorkerGroup:
                 return WatchEnd.FAILED
 
     def _check_progress(self) -> bool:
-        """Return True if silent ranks compute, read or write."""
-        return any(self._on_all_hosts(lambda host: host.is_progressing(self._waiting)))
+        """Return True if silent ranks compute, read or write.
+
+        In a trial's steps on GPUs, CPU time of a rank without a heartbeat proves nothing: it may spin for a hanging kernel.
+        """
+        waiting = self._waiting
+        if self._hardware.device == "cuda" and self.phase in _STEPS and not self._policy.may_exit:
+            waiting = set(range(self._world)) - self._compiling
+        return any(self._on_all_hosts(lambda host: host.is_progressing(waiting)))
 
     @property
     def compiles(self) -> bool:
@@ -199,7 +206,7 @@ class WorkerGroup:
         order = sorted(self._positions, key=lambda rank: (rank in self._waiting, rank))
         text = "".join(f"; rank {rank} in {self._positions[rank]}" for rank in order[:2])
         all_wait = self._world > 1 and self._waiting.issuperset(range(self._world))
-        if not all_wait or self.phase not in (Phase.FORWARD, Phase.BACKWARD):
+        if not all_wait or self.phase not in _STEPS[:2]:
             return text
         return f"{text}; every rank waits in a collective, so that {UNEQUAL_COLLECTIVES}; a network that fails looks the same"
 
@@ -419,6 +426,7 @@ class WorkerGroup:
 
 # -- group policy ------------------------------------------------------------------------------------------------------
 
+_STEPS = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 _LAPSE_SECONDS = 5.0  # seconds; a normal turn of the watch loop takes tenths of a second
 
 

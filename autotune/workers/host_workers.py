@@ -397,12 +397,12 @@ class LivenessCheck:
     """Compare the ranks' counters between checks.
 
     Args:
-        busy: returns True if the ranks' devices compute, according to their driver; None if unavailable.
+        busy: returns True if the ranks' devices compute, according to their driver.
     """
 
-    def __init__(self, busy: Callable[[], bool] | None = None) -> None:
+    def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
         self._last: _Sample | None = None
-        self._busy = _BackgroundCall(busy) if busy is not None else None
+        self._busy = _BackgroundCall(busy)
 
     def reset(self) -> None:
         """Make the next check start a new comparison."""
@@ -423,7 +423,7 @@ class LivenessCheck:
         return (
             now.cpu_seconds - before.cpu_seconds > LEAST_CPU_SHARE * seconds
             or now.io_bytes - before.io_bytes > LEAST_IO_BYTES_PER_SECOND * seconds
-            or (self._busy is not None and self._busy.latest())
+            or self._busy.latest()
         )
 
 
@@ -436,13 +436,11 @@ class _BackgroundCall:
 
     def latest(self) -> bool:
         """Return the last result, and start the next call unless one is running."""
-        answer = self._answer
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
             self._thread.join(_ANSWER_SECONDS)
-            answer = self._answer
-        return answer
+        return self._answer
 
     def _run(self) -> None:
         self._answer = False

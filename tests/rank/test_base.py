@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -125,10 +126,24 @@ def test_a_default_dtype_of_the_script_does_not_round_the_clock(monkeypatch: pyt
 
     made, _ = rank()
     made.torch, made.device = torch, SimpleNamespace(name="cuda", torch_device=lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, op: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, op, group: None)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert made.agree(1.23456789) == 1.23456789
     finally:
         torch.set_default_dtype(before)
+
+
+def test_ranks_agree_in_the_group_in_which_deepspeed_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group's communicator would count in the peak of a trial, and no training has it."""
+    import torch
+
+    made, _ = rank()
+    made.torch, made.device = torch, SimpleNamespace(name="cuda", torch_device=lambda: torch.device("cpu"))
+    groups = list[object]()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, op, group: groups.append(group))
+    for module in (SimpleNamespace(_WORLD_GROUP="trains"), None):
+        monkeypatch.setitem(sys.modules, "deepspeed.utils.groups", module)
+        made.agree(1.0)
+    assert groups == ["trains", None], "without DeepSpeed torch's own group"

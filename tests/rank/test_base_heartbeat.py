@@ -1,5 +1,6 @@
 """A rank's pulse tells whether its main thread gets on, and where it is."""
 
+import _thread
 import sys
 import threading
 import weakref
@@ -90,6 +91,24 @@ def test_a_glance_keeps_no_variable_of_the_thread_alive(looks: Looks, monkeypatc
 
     assert beats(work), "no beat, so nothing was looked at"
     assert alive == [False]
+
+
+def test_a_thread_of_torchs_own_counts_and_one_that_python_started_does_not() -> None:
+    """Autograd's thread of a GPU runs a backward, while the main thread waits for it; a loader's thread polls all the time."""
+    code = compile("import sys\nseen.append(1)\nwhile not ended: pass", "/x/torch/distributed/c10d.py", "exec")
+
+    def polls(run: Callable[[], None], _: tuple[()]) -> None:
+        threading.Thread(target=run).start()
+
+    for start, counts in ((polls, False), (_thread.start_new_thread, True)):
+        seen, ended = list[int](), list[int]()
+        start(lambda seen=seen, ended=ended: exec(code, {"seen": seen, "ended": ended}), ())  # type: ignore[misc]
+        wait_until(lambda seen=seen: bool(seen), "it runs")  # type: ignore[misc]
+        now = base.thread_position(threading.main_thread().ident or 0)
+        ended.append(1)
+        assert now is not None
+        assert now.waits is counts
+        assert ("c10d.py" in now.where) is counts
 
 
 def test_collectives_are_known_by_their_files() -> None:

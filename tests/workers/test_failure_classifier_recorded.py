@@ -50,7 +50,7 @@ def test_only_an_echo_is_taken_for_one(failure: Failure) -> None:
 
 def test_the_collection_spans_what_happens() -> None:
     kinds = collections.Counter(failure["kind"] for failure in FAILURES)
-    assert set(kinds) == {"oom_device", "oom_host", "infrastructure", "crash", "invalid", "foreign"}
+    assert set(kinds) == {"oom_device", "oom_host", "infrastructure", "crash", "invalid", "foreign", "timeout"}
     assert len({failure["source"] for failure in FAILURES}) > 100
     assert all(re.fullmatch(r"https://\S+|measured: .+", failure["source"]) for failure in FAILURES)
     assert sum("missed" in failure for failure in FAILURES) == 1

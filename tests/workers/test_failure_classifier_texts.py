@@ -50,7 +50,7 @@ def kind(
         ("Disk quota exceeded", OutcomeKind.INFRASTRUCTURE, OutcomeKind.INFRASTRUCTURE),
         ("No CUDA GPUs are available", OutcomeKind.INFRASTRUCTURE, OutcomeKind.INFRASTRUCTURE),
         ("CUDA error: no kernel image is available for execution on the device", *[OutcomeKind.INFRASTRUCTURE] * 2),
-        ("Watchdog caught collective operation timeout", OutcomeKind.INFRASTRUCTURE, OutcomeKind.INFRASTRUCTURE),
+        ("Watchdog caught collective operation timeout", OutcomeKind.TIMEOUT, OutcomeKind.TIMEOUT),
         ("CUDA error: peer access is not supported between these two devices", *[OutcomeKind.INFRASTRUCTURE] * 2),
         ("CUDA error: device-side assert triggered", OutcomeKind.CRASH, OutcomeKind.CRASH),
         ("CUDA error: an illegal memory access was encountered", OutcomeKind.CRASH, OutcomeKind.CRASH),

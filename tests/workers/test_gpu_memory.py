@@ -75,6 +75,8 @@ def test_a_gpu_that_computes_is_busy(driver: Driver, card: Card) -> None:
     assert not meter.busy()
     change(driver, card, utilization=97)
     assert meter.busy()
+    change(driver, card, utilization=1)
+    assert not meter.busy(), "a kernel that waits for a peer uses no memory: 0 % there"
     driver.failing = {"nvmlDeviceGetUtilizationRates": FUNCTION_NOT_FOUND}
     driver.write()
     assert not meter.busy(), "nobody can tell"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import psutil
@@ -190,6 +191,29 @@ def test_unequal_collectives_are_named_when_every_rank_waits(fakes: Fakes, phase
         group._process(rank, {"type": "pulse", "moved": False, "where": "wait (c10d.py:7)", "waits": waiting})
     text = group._positions_text()
     assert ("set_z3_leaf_modules" in text and "has no image" in text) is told
+
+
+@pytest.mark.parametrize(
+    ("device", "phase", "may_leave", "spins"),
+    [
+        ("cuda", "backward", False, False),
+        ("cpu", "backward", False, True),
+        ("cuda", "save", False, True),
+        ("cuda", "step", True, True),
+    ],
+)
+def test_cpu_time_of_a_silent_rank_counts_unless_it_may_spin_for_a_gpu(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, device: str, phase: str, may_leave: bool, spins: bool
+) -> None:
+    """A main thread spins in cudaStreamSynchronize while NCCL waits for a peer; torch.compile may work for minutes."""
+    asked: list[set[int]] = []
+    group = fakes.make(policy(may_leave))
+    monkeypatch.setattr(group, "_hardware", replace(group._hardware, device=device))
+    monkeypatch.setattr(group, "_hosts", [SimpleNamespace(is_progressing=asked.append)])
+    group._world, group.phase = 3, Phase(phase)
+    group._process(2, {"type": "pulse", "moved": False, "where": "compile", "waits": False, "compiles": True})
+    group._check_progress()
+    assert asked == [set() if spins else {0, 1}]
 
 
 @pytest.mark.few(12)
