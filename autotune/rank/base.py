@@ -130,9 +130,13 @@ class BaseRank(ABC):
         else:
             self._report_device(self.device)
 
-    def join(self) -> None:
-        """Join the process group. Every rank must call this."""
-        self._join_group(self.own_device)
+    def join(self, backend: str = "") -> None:
+        """Join the process group. Every rank must call this.
+
+        Args:
+            backend: as the script names it. It counts if it adds one for other devices, such as `cpu:gloo,cuda:nccl`.
+        """
+        self._join_group(self.own_device, backend)
         self._report_device(self.own_device)
 
     def _report_device(self, device: Device) -> None:
@@ -157,10 +161,12 @@ class BaseRank(ABC):
         os.environ.update(self.spec.get("env", {}))
         os.environ["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")  # a failure then has its cause in the log
 
-    def _join_group(self, device: Device) -> None:
+    def _join_group(self, device: Device, backend: str) -> None:
+        if f"cuda:{device.backend}" not in backend:
+            backend = device.backend
         store = self.rendezvous.store(self.torch, self.collective_timeout)
         self.torch.distributed.init_process_group(
-            device.backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
+            backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )
         import deepspeed
 

@@ -22,11 +22,11 @@ ELEMENTS = 16 * 2**20  # fp32 elements; above the limit of every small-message p
 class CheckRank(BaseRank):
     """Send `imported` after the imports, and then the seconds of an all-reduce as one `measured` message."""
 
-    def _join_group(self, device: Device) -> None:
+    def _join_group(self, device: Device, backend: str) -> None:
         import deepspeed  # noqa: F401  # imported first: rendezvous is timed without it, and a disk may take minutes
 
         self.channel.send("imported")
-        super()._join_group(device)
+        super()._join_group(device, backend)
 
     def run(self) -> None:
         """Join the process group, all-reduce, and report the time in seconds."""

@@ -147,3 +147,27 @@ def test_ranks_agree_in_the_group_in_which_deepspeed_trains(monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, "deepspeed.utils.groups", module)
         made.agree(1.0)
     assert groups == ["trains", None], "without DeepSpeed torch's own group"
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_device", "joined"),
+    [
+        ("cpu:gloo,cuda:nccl", "nccl", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,cuda:nccl", "gloo", "gloo"),
+        ("nccl", "gloo", "gloo"),
+        ("", "nccl", "nccl"),
+    ],
+)
+def test_a_group_has_the_backends_that_the_script_names(
+    monkeypatch: pytest.MonkeyPatch, asked: str, of_device: str, joined: str
+) -> None:
+    """With one of the CPU's, libraries gather objects there; ranks without a GPU have gloo alone."""
+    made, _ = rank()
+    seen: list[str] = []
+    made.torch = SimpleNamespace(
+        distributed=SimpleNamespace(init_process_group=lambda backend, **_: seen.append(backend))
+    )
+    made.rendezvous = cast(Any, SimpleNamespace(store=lambda torch, timeout: None))
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
+    made._join_group(cast(Any, SimpleNamespace(backend=of_device)), asked)
+    assert seen == [joined]

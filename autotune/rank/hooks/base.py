@@ -104,7 +104,7 @@ class Context:
         default_factory=lambda: TraceRecorder(most_steps=0)
     )  # samples of the first optimizer steps
 
-    join: Callable[[], None] | None = None  # joins the rank's process group; None: it has joined
+    join: Callable[[str], None] | None = None  # joins the rank's process group; None: it has joined
     collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
     inside: Phase | None = None  # method of that engine that is running

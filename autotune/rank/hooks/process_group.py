@@ -24,23 +24,27 @@ def install(context: Context) -> None:
     import deepspeed
     import torch
 
-    def join() -> None:
+    def join(backend: str | None) -> None:
         if context.join is not None:
             joins, context.join = context.join, None  # it creates the group by the same functions
-            joins()
+            joins(backend or "")
 
-    def init_process_group(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        join()
+    def init_process_group(
+        original: Callable[..., Any], /, backend: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        join(backend)
         if not torch.distributed.is_initialized():
-            original(*args, **kwargs)
+            original(backend, *args, **kwargs)
             return
-        wait_for(context, args[2] if len(args) > 2 else kwargs.get("timeout"))  # (backend, init_method, timeout, …)
+        wait_for(context, args[1] if len(args) > 1 else kwargs.get("timeout"))  # (init_method, timeout, …)
 
-    def init_distributed(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        join()
-        original(*args, **kwargs)
-        # (backend, mpi, port, verbose, timeout, …)
-        wait_for(context, args[4] if len(args) > 4 else kwargs.get("timeout"))
+    def init_distributed(
+        original: Callable[..., Any], /, dist_backend: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        join(dist_backend)
+        original(dist_backend, *args, **kwargs)
+        # (mpi, port, verbose, timeout, …)
+        wait_for(context, args[3] if len(args) > 3 else kwargs.get("timeout"))
 
     for owner in (torch.distributed.distributed_c10d, torch.distributed, torch.distributed.device_mesh):
         context.patches.wrap(owner, "init_process_group", init_process_group)

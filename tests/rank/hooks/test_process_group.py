@@ -56,10 +56,11 @@ def join_late() -> list[Any]:
     import torch.distributed
 
     torch.distributed.destroy_process_group()
-    calls: list[bool] = []
+    calls: list[str] = []
 
-    def join() -> None:
-        calls.append(torch.distributed.is_initialized())
+    def join(backend: str) -> None:
+        calls.append(backend)
+        assert not torch.distributed.is_initialized()
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -68,14 +69,14 @@ def join_late() -> list[Any]:
     context.join = join
     process_group.install(context)
     found: list[Any] = [torch.distributed.is_initialized(), len(calls)]
-    torch.distributed.init_process_group("nccl", init_method="tcp://127.0.0.1:1", rank=0, world_size=2)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:1", rank=0, world_size=2)
     deepspeed.init_distributed()
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     return [*found, calls, torch.distributed.get_world_size(), mesh.size()]
 
 
 def test_the_rank_joins_its_group_when_the_script_creates_one(in_rank: Callable[..., Any]) -> None:
-    assert in_rank(join_late) == [False, 0, [False], 1, 1]
+    assert in_rank(join_late) == [False, 0, ["cpu:gloo,cuda:nccl"], 1, 1]
 
 
 @pytest.mark.slow
