@@ -387,7 +387,7 @@ class LocalSession:
 
     def _spec(self) -> dict[str, Any]:
         executor, candidate, job = self._executor, self._candidate, self._job
-        what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
+        what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointed_share}
         if job.script:
             what = {"candidate": candidate.as_dict}
         if runs_user_code(job):

@@ -132,7 +132,7 @@ class Columns:
     @property
     def passes(self) -> Floats:
         """Return the passes through the model in a micro-batch: forward, backward and the recomputation, (n,)."""
-        return np.where(self.checkpointing > 0, 3.0, 2.0)
+        return 2.0 + self.checkpointing
 
     @property
     def fused_by_compiling(self) -> Flags:
@@ -201,7 +201,7 @@ def columns_of(
         micro_batch=micro_batch,
         rows=micro_batch / job.sequence_ranks,
         accumulation=np.array([float(c.accumulation) for c in candidates]),
-        checkpointing=np.array([float(c.checkpointing) for c in candidates]),
+        checkpointing=np.array([c.checkpointed_share for c in candidates]),
         offload_optimizer=places("offload_optimizer"),
         offload_param=places("offload_param"),
         reduce_bucket=numbers("reduce_bucket_size"),

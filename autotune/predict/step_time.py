@@ -162,7 +162,7 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
     plain, again = trace.plain, trace.of(True)
 
     def either(of_plain: float, of_again: float) -> Floats:
-        return np.where(c.checkpointing > 0, of_again, of_plain)
+        return np.asarray(of_plain + c.checkpointing * (of_again - of_plain))
 
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]

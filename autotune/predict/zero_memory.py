@@ -85,6 +85,8 @@ class Moments:
     checkpointing: Floats  # 0 or 1 of a pass with or without it
     fixed: Floats  # bytes of activations
     each: Floats  # the same per sequence
+    again_fixed: Floats  # the same two if all layers are checkpointed, at the largest moment of this part of the pass
+    again_each: Floats
     made: Floats  # elements whose gradients exist
     used: Floats  # bytes of parameters that the running module uses
     inputs: Floats  # share of the inputs of frozen layers that exist
@@ -99,10 +101,14 @@ class Moments:
             columns = zip(run.phase, run.fixed, run.per_sequence, run.gradients, run.in_use, strict=True)
             for phase, fixed, each, gradients, used in sorted(columns, key=lambda row: row[0]):
                 names.append("forward" if phase == FORWARD else "backward")
-                rows.append((choice, fixed, each, gradients / width, used, _share_of_inputs(run, each)))
+                again = (fixed, each)
+                if not choice:
+                    less = np.subtract(run.after_forward, trace.of(True).after_forward)
+                    again = largest_moment(trace.of(True), phase, gradients > 0, tuple(again - less))
+                rows.append((choice, fixed, each, *again, gradients / width, used, _share_of_inputs(run, each)))
         total = float(sum(trace.parameters))
         names += ["backward", "step", "init"]
-        rows += [(np.nan, 0.0, 0.0, made, 0.0, 0.0) for made in (total, total, 0.0)]
+        rows += [(np.nan, 0.0, 0.0, 0.0, 0.0, made, 0.0, 0.0) for made in (total, total, 0.0)]
         return cls(tuple(names), *(column[:, None] for column in np.array(rows).T))
 
     def at(self, *names: str) -> Flags:
@@ -113,6 +119,17 @@ class Moments:
     def ended(self) -> Flags:
         """Select the end of backward."""
         return np.asarray(np.arange(len(self.names))[:, None] == len(self.names) - 3)
+
+
+def largest_moment(run: Pass, phase: int, begun: bool, other: tuple[float, float]) -> tuple[float, float]:
+    """Return (fixed, per sequence) bytes of the largest moment of a part of a pass; `begun`: gradients exist.
+
+    Args:
+        other: of a pass in which that part is not among the largest moments.
+    """
+    rows = zip(run.phase, run.gradients, run.fixed, run.per_sequence, strict=True)
+    sizes = [(fixed, each) for at, gradients, fixed, each in rows if at == phase and (gradients > 0) is begun]
+    return max([*sizes, other], key=lambda size: size[1])
 
 
 def _share_of_inputs(run: Pass, each: float) -> float:
@@ -239,7 +256,7 @@ def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu
             for name, size in function(sizes, columns.only(mine), at).items():
                 terms[name][..., mine] = size
     terms[ACTIVATIONS] = _activations(job, trace, columns, at)
-    other = (at.checkpointing != columns.checkpointing) & ~np.isnan(at.checkpointing)
+    other = (at.checkpointing != (columns.checkpointing == 1)) & ~np.isnan(at.checkpointing)
     for name in PASSING:
         terms[name][other] = 0.0
     return MemoryEstimate(at.names, terms)
@@ -432,11 +449,15 @@ def sub_groups(c: Columns, s: Sizes) -> Floats:
 def _activations(job: Job, trace: Trace, c: Columns, at: Moments) -> Floats:
     """Return (moments, n) bytes of the tensors of the model's own forward and backward."""
     eager = np.where(c.fused_by_compiling & (c.checkpointing == 0), COMPILED_KEPT, 1.0)
-    run, passes = eager * np.maximum(0.0, at.fixed + at.each * c.rows), at.at("forward", "backward") & ~at.ended
+    # What a share of the layers keeps lies on a straight line between all and none.
+    kept, again = at.fixed + at.each * c.rows, at.again_fixed + at.again_each * c.rows
+    run = eager * np.maximum(0.0, kept + c.checkpointing * (again - kept))
+    passes = at.at("forward", "backward") & ~at.ended
     # DeepSpeed's own linear of stage 3 keeps the inputs of frozen layers (runtime/zero/linear.py,
     # LinearFunctionForZeroStage3.forward).
     (fixed, each), (again_fixed, again_each) = trace.plain.frozen_only, trace.of(True).frozen_only
-    inputs = np.where(c.checkpointing > 0, again_fixed + again_each * c.rows, fixed + each * c.rows)
+    inputs = fixed + each * c.rows
+    inputs = inputs + c.checkpointing * (again_fixed + again_each * c.rows - inputs)
     inputs = at.inputs * np.where((c.stage == 3) & (c.own_linear > 0), inputs, 0.0)
     return np.asarray((run + inputs + _exchanged(job, c)) * passes)
 
@@ -451,7 +472,7 @@ def _exchanged(job: Job, c: Columns) -> Floats:
     heads = attention_heads(job.model.config) if ranks > 1 else None
     if heads is None:
         return np.zeros(len(c))
-    kept = heads.repeated(ranks) * np.where(c.checkpointing > 0, 1, heads.layers)
+    kept = heads.repeated(ranks) * np.maximum(1, (1 - c.checkpointing) * heads.layers)
     return np.asarray(job.element_bytes * job.seq_len * (heads.exchanged(ranks) + kept) * c.rows)
 
 

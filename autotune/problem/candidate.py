@@ -136,6 +136,11 @@ class Candidate:
         return bool(self.get(CHECKPOINTING, False))
 
     @property
+    def checkpointed_share(self) -> float:
+        """Return the share of the layers whose activations are checkpointed."""
+        return float(self.get(CHECKPOINTING, False))
+
+    @property
     def offload_optimizer(self) -> str:
         """Return the device of the optimizer states: none, cpu or nvme."""
         return str(self.get("offload_optimizer", "none"))
@@ -156,8 +161,14 @@ class Candidate:
         return tuple(item for item in self.knobs if item[0] not in RUNG_KNOBS)
 
     def passed_knobs(self, script: Script | None) -> tuple[tuple[str, Value], ...]:
-        """Return the knobs that are passed to a training. A script with a fixed batch gets no batch knobs."""
-        return self.family if script is not None and script.holds_batch else self.knobs
+        """Return the knobs that are passed to a training. A script with a fixed batch gets no batch knobs.
+
+        Arguments switch checkpointing on; `rank/model_builder.py` switches it off again in a share of the layers.
+        """
+        whole = self
+        if self.checkpointing:
+            whole = self.but(**{CHECKPOINTING: True})
+        return whole.family if script is not None and script.holds_batch else whole.knobs
 
     def engine_batch(self, script: Script | None) -> tuple[int, int]:
         """Return (micro-batch, accumulation) of the engine's config; a script's own loop may accumulate instead."""

@@ -224,7 +224,7 @@ def mics_init(value: Value, c: RequirementInputs) -> str:
 
 
 def its_package(value: Value, c: RequirementInputs) -> str:
-    """Require the package of the attention, the loss or the adapters."""
+    """Require the package of an attention or a loss or adapters."""
     package = missing_package(value, c.job.interpreter)
     return f"needs the package {package}, which is not installed" if package else ""
 
@@ -237,6 +237,13 @@ def missing_package(choice: object, interpreter: Interpreter = OWN) -> str | Non
     if package == "peft" and parse_lora(str(choice)).quantize and interpreter.has(package):
         package = "bitsandbytes"
     return package if package and not interpreter.has(package) else None
+
+
+def layers_of_their_own(value: Value, c: RequirementInputs) -> str:
+    """Require a transformers whose layers can be checkpointed one by one."""
+    version = c.job.interpreter.version("transformers")
+    old = version is not None and release(version) < _LAYERS_OF_THEIR_OWN
+    return f"needs transformers {dotted(_LAYERS_OF_THEIR_OWN)} or newer" if old and not isinstance(value, bool) else ""
 
 
 def liger_kernel(value: Value, c: RequirementInputs) -> str:
@@ -291,6 +298,8 @@ OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 # from its repository's tags, beginning with 0.16.0.
 
 Knobs = Mapping[str, Value]
+
+_LAYERS_OF_THEIR_OWN = (4, 53)  # transformers: GradientCheckpointingLayer
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -374,6 +383,10 @@ def _with(
     return ReadCondition(lambda knobs: stage_of(knobs) in stages and knobs.get(name, otherwise) == value, where, name)
 
 
+class Share:
+    """Kind of a knob that is true, false, or a share between them."""
+
+
 @dataclass(frozen=True)
 class Knob:
     """A knob: its place in the config, its values and its properties."""
@@ -397,6 +410,11 @@ class Knob:
     since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do
     until: Release = ()  # last DeepSpeed that knows it
     short: str = ""  # name in tables and logs
+
+    @property
+    def is_switch(self) -> bool:
+        """Return True if a flag of yes and no can carry it."""
+        return self.kind in (bool, Share)
 
 
 def _low_masters_refused(knobs: Knobs) -> str:
@@ -456,7 +474,7 @@ SHORT_NAMED: dict[str, Knob] = {
         unordered="each stage has its own buffers",
         short="z",
     ),
-    CHECKPOINTING: Knob(bool, path=None, short="ckpt"),
+    CHECKPOINTING: Knob(Share, path=None, short="ckpt", needs=(layers_of_their_own,)),
     ATTENTION: Knob(ATTENTIONS, path=None, needs=(its_package,)),
     COMPILED: Knob(bool, path=None, off=False, needs=(a_compiler,)),
     LORA: Knob(Lora, path=None, needs=(its_package,), refused=_quantized_refused),
@@ -673,6 +691,7 @@ def facts(knob: Knob) -> dict[str, str]:
         int: "whole number",
         bool: "true or false",
         float: f"{knob.low:g} to {knob.high:g}",
+        Share: "true, false, or a share of the layers",
         Lora: "none or r=RANK",
     }
     kind = ", ".join(knob.kind) if isinstance(knob.kind, tuple) else words[knob.kind]
@@ -704,6 +723,10 @@ def knob_value(knob: Knob, value: Any) -> Value:
         raise ValueError(why)
     if knob.kind is Lora:
         return _lora(value)
+    if knob.kind is Share:
+        if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+            raise ValueError(f"expected true, false or a share of the layers like 0.5, found {value!r}")
+        return bool(value) if value in (0, 1) else float(value)
     if isinstance(knob.kind, tuple):
         word = "none" if value is None else value
         if not isinstance(word, str) or word not in knob.kind:

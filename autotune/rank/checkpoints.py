@@ -75,8 +75,7 @@ def convertible(before: dict[str, Any], after: dict[str, Any], deepspeed: tuple[
 
 def written_under(folder: Path) -> dict[str, Any] | None:
     """Return the DeepSpeed config under which a checkpoint was written, or None without a checkpoint."""
-    config = model_states(folder).get("ds_config")
-    return config if isinstance(config, dict) else None
+    return model_states(folder).get("ds_config")
 
 
 def model_states(folder: Path) -> dict[str, Any]:
@@ -239,7 +238,7 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, encoding="utf-8"
     )
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        why = ["no reason given", *done.stderr.strip().splitlines()][-1]
         raise RuntimeError(f"checkpoint {folder} cannot be converted: {why}")
     if flat:
         _name_for_stage3(universal, ranks)

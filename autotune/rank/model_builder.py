@@ -258,9 +258,28 @@ def without_adapters(model: Any) -> Any:
     return getattr(model, "get_base_model", lambda: model)()
 
 
-def enable_checkpointing(model: torch.nn.Module) -> None:
-    """Turn on activation checkpointing the way Hugging Face's Trainer does."""
+def enable_checkpointing(model: torch.nn.Module, share: float = 1) -> None:
+    """Turn on activation checkpointing the way Hugging Face's Trainer does, in a share of the layers."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    if share < 1:
+        checkpoint_share(model, share)
+
+
+def checkpoint_share(model: torch.nn.Module, share: float) -> None:
+    """Keep activation checkpointing in the first `share` of the layers alone.
+
+    The last layers run their backward first, so that their activations are gone when the others are computed again.
+
+    Raises:
+        ValueError: the model has no layers of transformers (4.53 or newer), which have flags of their own.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError("the layers of this model cannot be checkpointed one by one")
+    for layer in layers[round(share * len(layers)) :]:
+        layer.gradient_checkpointing = False
 
 
 # -- chunked loss ------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class ModelRank(BaseRank):
             from autotune.rank import torch_engine
 
             how = (self.job, self.own_device.torch_device(), self.spec["config"])
-            self.engine: Any = torch_engine.TorchEngine(*how, checkpointing=self.spec["checkpointing"])
+            self.engine: Any = torch_engine.TorchEngine(*how, checkpointing=bool(self.spec["checkpointing"]))
             self.source: workload.Source = partial(workload.synthetic_batches, self.job)
         else:
             self._initialize()
@@ -84,7 +84,7 @@ class ModelRank(BaseRank):
         model, self.source = workload.build(self.job, self.own_device.torch_device(), config)
         model_builder.replace_loss(model, self.job)
         if self.spec["checkpointing"]:
-            model_builder.enable_checkpointing(model)
+            model_builder.enable_checkpointing(model, self.spec["checkpointing"])
         if blocks := model_builder.expert_blocks(model):
             deepspeed.utils.set_z3_leaf_modules(model, blocks)  # stage 3 reads it
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -540,9 +540,11 @@ def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
         Unusable: the script's code has changed it since.
     """
     told = candidate.get(CHECKPOINTING)
-    if told is not None and facts["checkpointing"] and facts["checkpointed"] != told:
-        on, off = ("on", "off") if told else ("off", "on")
-        raise Unusable(f"the script switches activation checkpointing {off} where it was told {on}")
+    if told is not None and facts["checkpointing"] and facts["checkpointed"] != bool(told):
+        words = {True: "on", False: "off"}
+        raise Unusable(
+            f"the script switches activation checkpointing {words[not told]} where it was told {words[bool(told)]}"
+        )
 
 
 def check_batch(batch: Batch, candidate: Candidate, profile: ScriptProfile) -> str:

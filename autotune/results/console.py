@@ -38,6 +38,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script, under_lightning, weights_bytes
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
+    checkpointed_layers,
     lightnings_own,
     lossy_settings,
     needs_of_loss,
@@ -406,9 +407,14 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
             f"accumulation {candidate.accumulation}",
             f"{job.ranks} {unit}{'s' if job.ranks > 1 else ''} (global batch {batch})",
             *(_offloads(candidate) or ["no offload"]),
-            *[f"{'' if on else 'no '}checkpointing" for name, on in candidate.knobs if name == CHECKPOINTING],
+            *(_checkpoints(candidate) or ["no checkpointing"] * (CHECKPOINTING in candidate.as_dict)),
         ]
     )
+
+
+def _checkpoints(candidate: Candidate) -> list[str]:
+    share = candidate.checkpointed_share
+    return ["checkpointing" if share == 1 else f"checkpointing of {share:.0%} of the layers"] * candidate.checkpointing
 
 
 def _offloads(candidate: Candidate) -> list[str]:
@@ -422,7 +428,7 @@ def _briefly(candidate: Candidate) -> str:
     if not candidate.knobs:
         return AS_IS
     parts = [f"ZeRO-{candidate.stage}", f"micro-batch {candidate.micro_batch} x {candidate.accumulation}"]
-    return ", ".join([*parts, *_offloads(candidate), *(["checkpointing"] * candidate.checkpointing)])
+    return ", ".join([*parts, *_offloads(candidate), *_checkpoints(candidate)])
 
 
 def code_legend(*candidates: Candidate) -> str:
@@ -634,7 +640,8 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     """
     if winner.checkpointing:
         known = script.profile.checkpointed or carries_knob(script, CHECKPOINTING)
-        return [] if known else [with_checkpointing(job)]
+        texts = ["" if known else with_checkpointing(job), checkpointed_layers(winner)]
+        return [text for text in texts if text]
     left = without_checkpointing(winner, job)
     return [left] if left else []
 

@@ -262,6 +262,20 @@ def with_checkpointing(job: Job) -> str:
     return f"have model.{call} in your script's code: {_MEASURED_WITH}" if call else WITH_CHECKPOINTING
 
 
+def checkpointed_layers(candidate: Candidate) -> str:
+    """Describe how to checkpoint a share of the layers alone, which no argument does; empty if all or none are."""
+    share = candidate.checkpointed_share
+    if share in (0, 1):
+        return ""
+    return (
+        f"then keep it in the first {share:.0%} of the layers alone (`autotune launch` does this itself): "
+        "from transformers.modeling_layers import GradientCheckpointingLayer; "
+        "layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]; "
+        f"[setattr(m, 'gradient_checkpointing', False) for m in layers[round({share:g} * len(layers)):]] "
+        "(Trainer: in a callback's on_train_begin)"
+    )
+
+
 def without_checkpointing(candidate: Candidate, job: Job) -> str:
     """Describe how to remove activation checkpointing from the script's code.
 
@@ -304,7 +318,7 @@ def training_changes(candidate: Candidate, job: Job, variables: Mapping[str, str
     if own is not None and under_lightning(own) and not command_sets_all(own) and not own.holds_batch:
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
-        lines.append(with_checkpointing(job))
+        lines += filter(None, [with_checkpointing(job), checkpointed_layers(candidate)])
     elif left := without_checkpointing(candidate, job):
         lines.append(left)
     if whole := without_zero_init(candidate, job):

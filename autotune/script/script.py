@@ -108,7 +108,7 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
 
 def yes_or_no_flags(script: Script) -> set[str]:
     """Return the flags of boolean knobs."""
-    declared = (flag for knob, flag in script.flags if KNOBS[knob].kind is bool)
+    declared = (flag for knob, flag in script.flags if KNOBS[knob].is_switch)
     return {KNOWN_FLAGS[CHECKPOINTING], *_NEGATED_FLAGS, *declared}
 
 

@@ -238,12 +238,7 @@ def numbered(keys: Iterable[object]) -> Places:
 
 MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
 # Settings that save memory. Expandable segments have fewer holes than segments of fixed size.
-_SPARES = {
-    CHECKPOINTING: (True,),
-    "offload_optimizer": ("cpu", "nvme"),
-    "offload_param": ("cpu", "nvme"),
-    EXPANDABLE: (True,),
-}
+_SPARES = {"offload_optimizer": ("cpu", "nvme"), "offload_param": ("cpu", "nvme"), EXPANDABLE: (True,)}
 # Bytes per parameter for master weights and Adam's states; other optimizers have at most as much. Bytes per element of
 # a gradient on its way to the host.
 _STATES, _STAGED = 12.0, 4.0
@@ -284,7 +279,13 @@ class Dominance:
     def __init__(self, candidates: Sequence[Candidate], rules: DominanceRules = EVERY_RULE) -> None:
         self._index = {candidate: i for i, candidate in enumerate(candidates)}
         spares = {name: kinds for name, kinds in _SPARES.items() if name not in OFFLOADING or name in rules.spared_by}
-        handled = {*MORE_IS_MORE, *spares, ACCUMULATION, "overlap_comm"}  # the stage stays among the other knobs
+        handled = {
+            *MORE_IS_MORE,
+            *spares,
+            ACCUMULATION,
+            CHECKPOINTING,
+            "overlap_comm",
+        }  # the stage stays among the other knobs
         handled |= {OFFLOAD_RATIO} if "offload_optimizer" in spares else set()
         self._rules = rules
         self._stage = np.array([c.stage for c in candidates])
@@ -296,6 +297,7 @@ class Dominance:
             np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
             for name, kinds in spares.items()
         ]
+        self._checkpointed = np.array([c.checkpointed_share for c in candidates])
         # requested shares of the optimizer that go to the host
         offloading = [candidate.offload_optimizer != "none" for candidate in candidates]
         requested = np.array([float(candidate.get(OFFLOAD_RATIO, 1.0)) for candidate in candidates])
@@ -319,6 +321,7 @@ class Dominance:
         for name, more in self._more.items():
             keeps = name == "reduce_bucket_size" and self._stage[at] == 1
             found &= more == more[at] if keeps or more[at] < 0 else more >= more[at]
+        found &= self._checkpointed <= self._checkpointed[at]
         for spares in self._spares:
             found &= (spares == 0) | (spares == spares[at])
         # A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between

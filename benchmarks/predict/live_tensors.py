@@ -46,7 +46,7 @@ def families() -> list[dict[str, Any]]:
                 "reduce_bucket_size": big,
                 "overlap_comm": False,
                 "contiguous_gradients": False,
-                "activation_checkpointing": True,
+                "activation_checkpointing": 0.5,
             },
             {"zero_stage": stage, "reduce_bucket_size": small, "overlap_comm": False, "offload_optimizer": "cpu"},
         ]

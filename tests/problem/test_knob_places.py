@@ -26,6 +26,7 @@ from autotune.problem.knobs import (
     Knob,
     Knobs,
     ReadCondition,
+    Share,
     Value,
     is_read,
     short_name,
@@ -37,7 +38,7 @@ from autotune.search.pruning import Dominance
 from tests.conftest import make_job
 
 ROOT = Path(__file__).parents[2]
-_FEW = {bool: (False, True), float: (0.25, 0.5), int: (2, 4), Lora: ("none", "r=8")}
+_FEW = {bool: (False, True), Share: (0.5, True), float: (0.25, 0.5), int: (2, 4), Lora: ("none", "r=8")}
 
 
 def values_of(knob: Knob) -> tuple[Value, ...]:

@@ -59,6 +59,8 @@ def dominates(one: Candidate, other: Candidate) -> bool:
         (make_candidate(3, offload_optimizer="none"), {"offload_optimizer": "cpu"}, False),
         (make_candidate(3, offload_param="nvme"), {"offload_param": "none"}, True),
         (make_candidate(3, offload_param="none"), {"offload_param": "nvme"}, False),
+        (make_candidate(2, activation_checkpointing=0.5), {"activation_checkpointing": False}, True),
+        (make_candidate(2, activation_checkpointing=0.5), {"activation_checkpointing": True}, False),
         # overlap doubles buckets; left open it is compared with nothing but overlap
         (STAGE_2, {"overlap_comm": True}, True),
         (STAGE_3, {"overlap_comm": True}, False),

@@ -728,8 +728,12 @@ def apply(context: Context, model: Any) -> None:
         if not on and not context.through_arguments:
             for module, switch in _parts(model):
                 _turn(module, switch, True)
+        if candidate.checkpointed_share < 1:
+            from autotune.rank.model_builder import checkpoint_share
+
+            checkpoint_share(model, candidate.checkpointed_share)
         return
-    for module, switch in _parts(model) if on else ():
+    for module, switch in _parts(model):
         if is_on(module):
             _turn(module, switch, False)
     _keep_off(context, {id(module) for module in model.modules()}, {type(module) for module in model.modules()})
@@ -786,8 +790,9 @@ def can_switch(model: Any, through_arguments: bool = False) -> bool:
     parts = list(_parts(model))
     if through_arguments and not hasattr(model, _SWITCHES[0].enable):
         return False
-    on = [(module, switch) for module, switch in parts if is_on(module)]
-    return bool(parts) and all(switch is None or hasattr(module, switch.disable) for module, switch in on)
+    return bool(parts) and all(
+        switch is None or hasattr(module, switch.disable) or not is_on(module) for module, switch in parts
+    )
 
 
 def call_of(model: Any) -> str:

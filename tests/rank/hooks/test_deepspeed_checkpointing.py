@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
 Make = Callable[..., tuple[Context, Recorder]]
 
 
-def make_model(on: bool) -> Any:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1, num_attention_heads=2))
+def make_model(on: bool, layers: int = 1) -> Any:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, num_attention_heads=2))
     if on:
         model.gradient_checkpointing_enable()
     return model
@@ -42,6 +43,38 @@ def test_a_model_is_as_the_candidate_says(context: Make, on: bool, told: bool | 
     deepspeed.apply(context(make_candidate(1, **knobs))[0], model)
     assert deepspeed.is_on(model) == recomputes(model) == wanted
     assert deepspeed.can_switch(model)
+
+
+def saved_and_trained(context: Make, share: float) -> tuple[int, float, float]:
+    """Bytes that forward saves for backward, the loss, and the gradients' norm."""
+    torch.manual_seed(0)
+    model, sizes = make_model(share > 0, 8), list[int]()
+    made, _ = context(make_candidate(1, activation_checkpointing=share))
+    deepspeed.apply(made, model)
+    made.patches.close()
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes * (tensor.data_ptr() not in weights))
+        return tensor
+
+    ids = torch.arange(32).view(2, 16)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = model.train()(input_ids=ids, labels=ids).loss
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
+    return sum(sizes), loss.item(), norm.item()
+
+
+def test_a_share_of_the_layers_saves_in_proportion_and_trains_the_same(context: Make) -> None:
+    saved, losses, norms = zip(*(saved_and_trained(context, share) for share in (0, 0.25, 0.5, 0.75, 1)), strict=True)
+    assert len({before - after for before, after in itertools.pairwise(saved)}) == 1
+    assert len(set(losses)) == len(set(norms)) == 1
+
+
+def test_layers_without_flags_of_their_own_refuse_a_share(context: Make) -> None:
+    with pytest.raises(ValueError, match="cannot be checkpointed one by one"):
+        deepspeed.apply(context(make_candidate(1, activation_checkpointing=0.5))[0], Block(True))
 
 
 def test_what_is_off_stays_off_in_that_model_alone(context: Make) -> None:
