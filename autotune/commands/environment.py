@@ -250,7 +250,7 @@ def named_nodes(
         transport: Transport
         place: Placing
         if named.executor == "ray":
-            transport = kept.enter_context(closing(RayNodes(ray_address(), folder, print_line)))
+            transport = kept.enter_context(closing(RayNodes(ray_address(), echo=lasting)))
             place = transport.place
         elif named.executor == "slurm":
             place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB])

@@ -3,14 +3,12 @@
 Launchers take a module's name from here only. `module_command` and `bound_command` (`util/interpreter.py`) start each of them
 like `python -m MODULE`, without the current folder in the path. The fork server also starts ranks, by the module's `become`.
 
-The Ray driver runs in the tuner's Python. All others run in the ranks' Python, which may be that of
-the user's training environment. Only TRAIN_RANK is the user's real training. The agent of a node is the command
-`autotune agent`.
+All of them run in the ranks' Python, which may be that of the user's training environment. Only TRAIN_RANK is the user's
+real training. The agent of a node is the command `autotune agent`, or an actor of Ray.
 
-Other files run by their path. `executors/cluster/ray_relay.py` connects the tuner with an agent on Ray, in the tuner's
-Python. In another Python, `util/inquiry.py` answers questions about its packages, and `autotune doctor` examines it. On
-GPUs `problem/nvml.py` loads the tuner's `pynvml.py` there as `autotune_nvml`, if it has no nvidia-ml-py (variable
-AUTOTUNE_NVML). This is the only third-party file of the tuner in a rank, and import-linter cannot see it.
+Other files run by their path. In another Python, `util/inquiry.py` answers questions about its packages, and `autotune
+doctor` examines it. On GPUs `problem/nvml.py` loads the tuner's `pynvml.py` there as `autotune_nvml`, if it has no
+nvidia-ml-py (variable AUTOTUNE_NVML). This is the only third-party file of the tuner in a rank, and import-linter cannot see it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ FORK_SERVER: Final = "autotune.workers.fork_server"  # imports once, forks ranks
 TRACER: Final = "autotune.predict.tracer"  # traces a model without a GPU
 HUB_READER: Final = "autotune.rank.hub_config"  # reads a model's config from the Hub
 SANDBOX: Final = "autotune.rank.sandbox"  # runs another one of these in a sandbox
-RAY_DRIVER: Final = "autotune.executors.cluster.ray_driver"  # places agents on a Ray cluster
 
 # Interface of SANDBOX: a word after its folder that runs the module on a machine without a sandbox, too, and the exit
 # status on such a machine without that word.

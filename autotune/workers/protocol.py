@@ -130,13 +130,13 @@ _LARGEST_NUMBER = 2**63  # of SQLite's integers; excludes infinity and NaN
 class Channel:
     """One end of a connection with JSON lines. A line that is no message arrives as a `MALFORMED` message."""
 
-    _drops_malformed = False
+    max_line_bytes = MAX_LINE_BYTES
+    closed = False
+    _buffer = b""
+    _skipping = False  # the rest of a line that is too long
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.closed = False
-        self._buffer = b""
-        self._skipping = False  # the rest of a line that is too long
         self._sending = threading.Lock()  # a rank's heartbeat thread sends in parallel with its main thread
 
     @classmethod
@@ -162,7 +162,7 @@ class Channel:
         Raises:
             ValueError: the message is larger than MAX_LINE_BYTES.
         """
-        line = _line(verb, fields)
+        line = self._line(verb, fields)
         with contextlib.suppress(OSError), self._sending:
             self.sock.sendall(line)
 
@@ -207,11 +207,18 @@ class Channel:
             message = None if skipped else self._parse(line)
             if message is not None:
                 return message
-        if self._skipping or len(self._buffer) > MAX_LINE_BYTES:
+        if self._skipping or len(self._buffer) > self.max_line_bytes:
             first, self._skipping, self._buffer = not self._skipping, True, b""
-            if first and not self._drops_malformed:
-                return {"type": MALFORMED, "text": f"a line of more than {MAX_LINE_BYTES >> 20} MiB"}
+            if first:
+                return {"type": MALFORMED, "text": f"a line of more than {self.max_line_bytes >> 20} MiB"}
         return None
+
+    def _line(self, verb: str, fields: Message) -> bytes:
+        line = json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
+        if len(line) > self.max_line_bytes:
+            size, most = len(line) >> 20, self.max_line_bytes >> 20
+            raise ValueError(f"a {verb} message has {size} MiB, and at most {most} MiB can be sent")
+        return line
 
     def _parse(self, line: bytes) -> Message | None:
         try:
@@ -220,9 +227,8 @@ class Channel:
             message = None
         if isinstance(message, dict) and isinstance(message.get("type"), str):
             return message
-        if self._drops_malformed:
-            return None
-        return {"type": MALFORMED, "text": f"{line[:60].decode(errors='replace')!r} is no message"}
+        start = line[:60].decode(errors="replace")
+        return {"type": MALFORMED, "text": f"{start!r} is no message", "line": start}
 
     def close(self) -> None:
         """Close the socket."""
@@ -233,17 +239,14 @@ class Channel:
 class Stream(Channel):
     """Channel over two pipes, or over any transport of another process's standard input and output.
 
-    Lines that are no messages are dropped, because a shell's greeting may mix in.
-    Sending closes the stream if the other side accepts nothing for `patience_seconds`.
+    A line may have the messages of all ranks of a node. Sending closes the stream if the other side accepts nothing for
+    `patience_seconds`.
     """
 
-    _drops_malformed = True
+    max_line_bytes = 64 * MAX_LINE_BYTES
 
     def __init__(self, reads: int, writes: int, patience_seconds: float) -> None:
         self._reads, self._writes, self._patience_seconds = reads, writes, patience_seconds
-        self.closed = False
-        self._buffer = b""
-        self._skipping = False
         self._sending = threading.Lock()
         os.set_blocking(writes, False)
 
@@ -253,7 +256,7 @@ class Stream(Channel):
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send a message; the stream is closed if it cannot be sent in time."""
-        left = memoryview(_line(verb, fields))
+        left = memoryview(self._line(verb, fields))
         until = time.monotonic() + self._patience_seconds
         with self._sending:
             while left and not self.closed:
@@ -268,23 +271,9 @@ class Stream(Channel):
                 except (OSError, ValueError):
                     self.closed = True
 
-    def feed(self, data: bytes) -> Message | None:
-        """Take bytes that were read elsewhere, and return the message in them."""
-        self._buffer += data
-        return self._take()
-
     def _read(self) -> bytes:
         return os.read(self._reads, 65536)
 
     def close(self) -> None:
         """Mark the stream as closed."""
         self.closed = True
-
-
-def _line(verb: str, fields: Message) -> bytes:
-    line = json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(
-            f"a {verb} message has {len(line) >> 20} MiB, and at most {MAX_LINE_BYTES >> 20} MiB can be sent"
-        )
-    return line

@@ -74,7 +74,7 @@ class Ground:
 
     def wire(self) -> Any:
         """The one to the second node; None where there are no nodes."""
-        return self.cluster.nodes[1].connection if self.cluster else None
+        return self.cluster.nodes[1].agent if self.cluster else None
 
     def processes(self) -> set[psutil.Process]:
         """The nodes' agents that the tuner knows, with all that they have started."""
@@ -90,7 +90,7 @@ class Ground:
 
 
 def agent_of(node: Any) -> int:
-    return int(node.connection.greeting["pid"])
+    return int(node.agent.greeting["pid"])
 
 
 def kill_rank(session: Any) -> None:
@@ -236,7 +236,7 @@ def ray(folder: Path) -> Iterator[Ground]:
             return next(at for at in (1, 2) if name in (f"ray{at}", made.ips[at]))
 
         with (
-            closing(RayNodes(made.address, folder, said)) as nodes,
+            closing(RayNodes(made.address)) as nodes,
             on_nodes(nodes.place(2, 1, "cpu"), nodes, folder, made.agents) as ground,
         ):
             ground.blows["raylet"] = Blow(lambda session: made.kill(made_of()), start_raylet)

@@ -242,9 +242,7 @@ knobs:
   train_micro_batch_size_per_gpu: [1]
 """
 # Sent while something takes long, and as often as it takes: how often and whether depends on the machine.
-TIMED = ("beat", "op", "progress", "pulse", "show", "say")
-# Sent if the agent looks at its ranks between their end and its own, as on a loaded machine.
-AT_THE_END = {"exited rank status type", "hung_up type"}
+TIMED = ("op", "progress", "pulse", "show")
 
 
 def run_on_two_nodes(folder: Path) -> Texts:
@@ -275,7 +273,7 @@ def run_on_two_nodes(folder: Path) -> Texts:
     messages = [json.loads(line) for path in noted.iterdir() for line in path.read_text().splitlines()]
     kinds = {module: kind for kind, module in vars(entry_points).items() if kind.isupper()}
     started = {kinds[message["entry"]] for message in messages if message["entry"] in kinds}
-    sent = {f"{message['verb']} {' '.join(message['fields'])}" for message in messages} - AT_THE_END
+    sent = {f"{message['verb']} {' '.join(message['fields'])}" for message in messages}
     return {
         "attributes.txt": attributes(folder / "runs" / "s" / "study.db"),
         "files.txt": files(folder / "runs" / "s"),

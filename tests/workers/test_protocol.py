@@ -40,11 +40,12 @@ def test_each_line_that_is_no_message_arrives_as_malformed(noise: list[bytes]) -
     channel.close()
 
 
-def test_a_stream_drops_what_a_shell_prints() -> None:
+def test_what_a_shell_prints_into_a_stream_is_malformed() -> None:
     reads, theirs = os.pipe()
     os.write(theirs, b'Welcome!\n{"type": "agent"}\n' + b"x" * 100)
     os.close(theirs)
     stream = Stream(reads, os.open(os.devnull, os.O_WRONLY), 1.0)
+    assert stream.receive(5.0) == {"type": MALFORMED, "text": "'Welcome!' is no message", "line": "Welcome!"}
     assert stream.receive(5.0) == {"type": "agent"}
     assert stream.receive(5.0) is None
 

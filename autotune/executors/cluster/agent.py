@@ -1,4 +1,4 @@
-"""`autotune agent`: a node's side of a study, at the end of a stream."""
+"""`autotune agent`: a node's side of a study."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
-import queue
 import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import psutil
 
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
-from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
+from autotune.executors.cluster.rpc import ASIDE, GREETING, GREETING_SECONDS, POLL_SECONDS, SILENT_SECONDS, own_stream
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
@@ -42,175 +41,152 @@ from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.protocol import Message, Stream
 
 # -- agent -------------------------------------------------------------------------------------------------------------
-#
-# The agent reads requests from standard input, answers on standard output (`rpc.py`) and listens on no port. When its
-# input ends, its tuner is silent or a signal arrives, the agent ends with all that it has started.
 
 _LOOK_SECONDS = 0.1
 _MOST_LOG_BYTES = 256 * 1024  # bytes of a rank's log that are sent to the tuner
 
 
-class Agent:
-    """Agent of one node for one tuner."""
+class NodeAgent:
+    """Starts groups of ranks on this node for one tuner, which calls methods by name and with JSON values.
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._received_at = time.monotonic()
-        self._requests: queue.Queue[Message] = queue.Queue()
-        self._ending = threading.Event()
-        self._wake, self._woken = os.pipe()
-        for descriptor in (self._wake, self._woken):
-            os.set_blocking(descriptor, False)
+    A method that this class lacks is one of the ranks' `LocalWorkers`. The methods of `ASIDE` may be called at any time, the
+    others one after the other.
+    """
+
+    def __init__(self) -> None:
         self._home = SocketFolder("autotune-agent-")  # the next agent deletes the folder of a killed one
         self.folder = self._home.path
         self._kept = ExitStack()  # locks
-        self.interpreter: Interpreter = OWN  # of the ranks
-        self.machine = LocalMachine(self.folder, Ops(self._say), self._ending.is_set)
-        self.needs: RankRequirements | None = None
-        self.hardware: Hardware | None = None
-        self.meter: Any = None
-        self.host_workers: LocalWorkers | None = None
-        self._sent_statuses: dict[int, int] = {}  # exit codes that were sent to the tuner
-        self._hung_up = False
+        self._lines: list[str] = []  # for the user
+        self.ending = threading.Event()
+        self._interpreter: Interpreter = OWN  # of the ranks
+        self._machine = LocalMachine(self.folder, Ops(self._lines.append), self.ending.is_set)
+        self._needs: RankRequirements | None = None
+        self._hardware: Hardware | None = None
+        self._meter: Any = None
+        self._lock = threading.Lock()  # held by each method that is not in `ASIDE`
+        self._workers: LocalWorkers | None = None
+        self._group = self._cancelled_group = 0  # numbers of groups of ranks
+        self._sent_state: Message = {}
 
-    def serve(self) -> None:
-        """Handle requests until the tuner is gone."""
-        for what in (self._read, self._beat):
-            threading.Thread(target=what, daemon=True).start()
-        self._send(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
+    def call(self, method: str, fields: Message) -> Message:
+        """Call a method and return its value, or the type and text of its error."""
+        held = contextlib.nullcontext() if method in ASIDE else self._lock
         try:
-            while not self._ending.is_set():
-                sources = self.host_workers.sources() if self.host_workers is not None else []
-                with suppress(OSError, ValueError):
-                    select.select([self._wake, *sources], [], [], _LOOK_SECONDS)
-                with suppress(BlockingIOError):
-                    os.read(self._wake, 4096)
-                self._forward_events()
-                while not self._ending.is_set() and not self._requests.empty():
-                    self._handle(self._requests.get())
-        finally:
-            self.close()
-
-    def end(self) -> None:
-        """Make `serve` return; may be called from any thread or signal handler."""
-        self._ending.set()
-
-    # -- threads -----------------------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        while not self._stream.closed and time.monotonic() - self._received_at < SILENT_SECONDS:
-            message = self._stream.receive(_LOOK_SECONDS)
-            if message is None:
-                continue
-            self._received_at = time.monotonic()
-            if message["type"] != "beat":
-                self._requests.put(message)
-                with suppress(BlockingIOError):
-                    os.write(self._woken, b"!")
-        self.end()
-
-    def _beat(self) -> None:
-        while not self._ending.wait(BEAT_SECONDS):
-            self._send("beat")
-
-    def _send(self, verb: str, **fields: Any) -> None:
-        self._stream.send(verb, **fields)
-
-    def _say(self, text: str) -> None:
-        """Send a line for the user."""
-        self._send("say", text=text)
-
-    # -- what the ranks do -------------------------------------------------------------------------------------------
-
-    def _forward_events(self) -> None:
-        """Send new messages and exit codes of the ranks to the tuner."""
-        workers = self.host_workers
-        if workers is None:
-            return
-        self._forward_messages(workers)
-        for rank, status in workers.statuses().items():
-            if rank not in self._sent_statuses:
-                self._forward_messages(workers)  # the rank's last messages
-                self._sent_statuses[rank] = status
-                self._send("exited", rank=rank, status=status)
-        if workers.has_closed_channel and not self._hung_up:
-            self._hung_up = True
-            self._send("hung_up")
-        if workers.lost_device:
-            self._send("lost", text=workers.lost_device)
-
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def _handle(self, request: Message) -> None:
-        verb, number = request.pop("type"), request.pop("ask", None)
-        answer: Mapping[str, Any]
-        try:
-            answer = HANDLERS[verb](self, **request) or {}
-        except UserError as error:
-            answer = {"failure": "user", "text": str(error)}
-        except Stopped as error:
-            answer = {"failure": "stopped", "text": str(error)}
-        except OSError as error:
-            answer = {"failure": "os", "text": str(error), "errno": error.errno}
+            with held:
+                owner = self if hasattr(self, method) else self._running
+                return {"value": getattr(owner, method)(**fields)}
+        except (UserError, Stopped, OSError) as error:
+            kind = next(one.__name__ for one in (UserError, Stopped, OSError) if isinstance(error, one))
+            return {"failure": kind, "text": str(error), "errno": getattr(error, "errno", None)}
         except Exception as error:  # the tuner knows the node's name and decides
-            answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
-        if number is not None:
-            self._send("answer", to=number, **answer)
-        elif verb == "brief" and "failure" in answer:  # the ranks would wait forever
-            self._send("failed", text=answer["text"])
+            return {"failure": "Exception", "text": f"{type(error).__name__}: {error}"}
 
-    def on_survey(
-        self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
+    def greeting(self) -> Message:
+        """Return the version and the process."""
+        return {"version": __version__, "pid": os.getpid()}
+
+    def clock(self) -> float:
+        """Return the seconds since the epoch."""
+        return time.time()
+
+    def exists(self, path: str) -> bool:
+        """Return True if this node has the path."""
+        return Path(path).exists()
+
+    # -- preparation -------------------------------------------------------------------------------------------------
+
+    def survey(
+        self,
+        *,
+        env: dict[str, str],
+        python: str | None,
+        cwd: str,
+        path: str,
+        device: str,
+        count: int,
+        headroom: float,
+        memory_cap_bytes: int | None,
     ) -> dict[str, Any]:
-        """Run `agent.survey` with the ranks' environment, Python and working directory, if they exist here."""
+        """Return all values that the tuner compares before anything starts.
+
+        Args:
+            env, python, cwd: environment, Python and working directory of the ranks, if they exist here.
+            path: required path; may be empty.
+            count: number of devices in use.
+
+        Raises:
+            UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
+        """
         os.environ.update(env)
         with suppress(OSError):
             os.chdir(cwd)
         if python is not None:
-            self.interpreter = interpreter_at(python, "--python")
-        return survey(path=path, **asked, interpreter=self.interpreter)
+            self._interpreter = interpreter_at(python, "--python")
+        interpreter = self._interpreter
+        hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
+        if path and not Path(path).exists():
+            raise UserError(f"no {path} there; expected what is trained in the same place on every node")
+        for folder in (Path(tempfile.gettempdir()), cache_root()):
+            _check_writable(folder)
+        held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := lock_holder(gpu))]
+        if held:
+            raise UserError(f"{held[0]}: wait for it, or leave the node out")
+        versions = {package: found for package in PACKAGES if (found := interpreter.version(package))}
+        by_ray, by_ssh = os.environ.get(_ADDRESS_OF_RAY), os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
+        return {
+            "hardware": hardware.to_json(),
+            "versions": {**versions, "cuda": interpreter.cuda, "nccl": interpreter.nccl, "driver": _driver()},
+            "threads": threads_per_rank(count),
+            "addresses": addresses(),
+            "reached_at": [by_ray] if by_ray else by_ssh,  # by the transport; empty if unknown
+            "hostname": socket.gethostname(),
+        }
 
-    def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
+    def open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
         """Hold the node's devices and prepare for starting ranks."""
         os.environ.update(env)
-        self.machine.close()
-        if self.hardware is None:
-            self.hardware = Hardware.from_json(hardware)
-            self._kept.enter_context(lock_gpus(self.hardware, who, self._say))
-            self.meter = make_meter(self.hardware)
-        self.needs = RankRequirements(**needs, interpreter=self.interpreter)
-        self.machine.open(self.needs)
+        self._machine.close()
+        if self._hardware is None:
+            self._hardware = Hardware.from_json(hardware)
+            self._kept.enter_context(lock_gpus(self._hardware, who, self._lines.append))
+            self._meter = make_meter(self._hardware)
+        self._needs = RankRequirements(**needs, interpreter=self._interpreter)
+        self._machine.open(self._needs)
 
-    def on_ops(self, *, names: list[str]) -> dict[str, Any]:
+    def load_ops(self, names: list[str]) -> dict[str, Any]:
         """Build and load DeepSpeed ops; return the failures, the folder and the build time in seconds."""
-        assert self.needs is not None
-        fork_safe = self.machine.load_ops(names, self.needs)
-        ops = self.machine.ops
+        assert self._needs is not None
+        fork_safe = self._machine.load_ops(names, self._needs)
+        ops = self._machine.ops
         return {"fork_safe": fork_safe, "failed": ops.failed, "folder": ops.folder, "seconds": ops.build_seconds}
 
-    def on_launch(
-        self, *, entry: str, numbers: list[int], gauged: bool, node: list[int], left_seconds: float | None
-    ) -> dict[str, Any]:
-        """Start the ranks of this node; return their process ids and the seconds waited for memory."""
-        assert self.hardware is not None
+    # -- ranks, see `HostWorkers` ------------------------------------------------------------------------------------
+
+    def launch(
+        self, *, group: int, entry: str, numbers: list[int], gauged: bool, node: list[int], left_seconds: float | None
+    ) -> tuple[list[int], float]:
+        """Start a group's ranks on this node; return their process ids and the seconds waited for memory."""
+        assert self._hardware is not None
         self._end_workers(done=False)
-        meter = self.meter if gauged else None
-        workers = LocalWorkers(self.machine.launcher, self.hardware, meter, self._say, (node[0], node[1]))
-        self.host_workers, self._sent_statuses, self._hung_up = workers, {}, False
+        meter = self._meter if gauged else None
+        launcher, place = self._machine.launcher, (node[0], node[1])
+        workers = LocalWorkers(launcher, self._hardware, meter, self._lines.append, place)
+        self._workers, self._group, self._sent_state = workers, group, {}
         deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
-        workers.launch(entry, numbers, deadline=deadline, cancelled=self._launch_is_superseded)
-        return {"pids": workers.pids, "waited_seconds": workers.waited_seconds}
+        workers.launch(entry, numbers, deadline=deadline, cancelled=self._launch_is_cancelled)
+        return workers.pids, workers.waited_seconds
 
-    def _launch_is_superseded(self) -> bool:
-        """Return True if this agent ends, or a request that ends the launch is pending: `end`, or a signal but a notice."""
-        return self._ending.is_set() or any(
-            request["type"] == "end" or (request["type"] == "signal" and request["number"] not in NOTICES)
-            for request in list(self._requests.queue)
-        )
+    def _launch_is_cancelled(self) -> bool:
+        return self.ending.is_set() or self._cancelled_group >= self._group
 
-    def on_brief(self, *, spec: Message, logs: bool) -> None:
+    def cancel(self, group: int) -> None:
+        """Let the launch of this group return soon."""
+        self._cancelled_group = group
+
+    def send_specs(self, *, spec: Message, logs: bool) -> None:
         """Create the ranks' files on this machine's disk, then send the ranks their spec."""
-        running = self.running
+        running = self._running
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -220,7 +196,7 @@ class Agent:
 
     def _make_files(self, spec: Message, home: Path) -> None:
         """Create the ranks' files on this machine's disk, and add their location to the spec."""
-        job = dataclasses.replace(Job.from_json(spec["job"]), interpreter=self.interpreter)
+        job = dataclasses.replace(Job.from_json(spec["job"]), interpreter=self._interpreter)
         candidate = Candidate.of(spec.get("candidate") or {})
         if "sandbox" in spec:
             how = {"unprotected": spec["unprotected"], "kept": spec["kept"]}
@@ -231,134 +207,152 @@ class Agent:
             spec["folder"] = str(home)
 
     @property
-    def running(self) -> LocalWorkers:
+    def _running(self) -> LocalWorkers:
         """The ranks of this node.
 
         Raises:
-            OSError: none were launched. Only a request's answer tells the tuner.
+            OSError: none were launched.
         """
-        if self.host_workers is None:
+        if self._workers is None:
             raise OSError(0, "no ranks were launched")
-        return self.host_workers
+        return self._workers
 
-    def on_last_words(self, *, greeted: bool) -> dict[str, Any]:
-        """Return the ends of the ranks' logs."""
-        workers = self.running
-        self._forward_events()
-        return {"logs": workers.log_tails(greeted)}
+    def signal(self, group: int, number: int, pids: Sequence[int]) -> None:
+        """Send a signal to ranks; one that is no notice cancels their launch too."""
+        if number not in NOTICES:
+            self.cancel(group)
+        self._running.signal(signal.Signals(number), pids)
 
-    def notify(self, number: signal.Signals) -> None:
+    def notify(self, number: int) -> None:
         """Forward a signal of this process to the ranks, without ending them."""
-        if (workers := self.host_workers) is not None:
-            workers.signal(number, workers.pids)
+        if (workers := self._workers) is not None:
+            workers.signal(signal.Signals(number), workers.pids)
 
-    def on_end(self, *, done: bool) -> dict[str, Any]:
-        """End the ranks, and return their logs."""
-        numbers = self.host_workers.numbers if self.host_workers is not None else ()
-        self._end_workers(done=done)
-        logs = {rank: log_tail(self.folder / "logs" / f"rank{rank}.log", _MOST_LOG_BYTES) for rank in numbers}
-        shutil.rmtree(self.folder / "logs", ignore_errors=True)
-        return {"logs": {rank: text for rank, text in logs.items() if text}}
+    def is_progressing(self, waiting: Sequence[int]) -> bool:
+        """Return True if the ranks make progress, given the ranks that wait in a collective."""
+        return self._running.is_progressing(set(waiting))
+
+    def peaks(self) -> dict[str, Any]:
+        """Return the peaks of the ranks."""
+        return dataclasses.asdict(self._running.peaks())
+
+    def receive(self) -> Message:
+        """Return lines for the user, and messages and exit codes of the ranks, as soon as any are new.
+
+        After `POLL_SECONDS` the result is empty. It proves that this agent lives, as the call does for the tuner.
+        """
+        until = time.monotonic() + POLL_SECONDS
+        while True:
+            news, sources = self._news()
+            if news or self.ending.is_set() or time.monotonic() > until:
+                return news
+            with suppress(OSError, ValueError):  # another thread has closed one
+                select.select(sources, [], [], _LOOK_SECONDS)
+
+    def _news(self) -> tuple[Message, list[Any]]:
+        """Return what is new, and the sources to wait on. A method that works for long holds the lock; it has no ranks."""
+        news: Message = {}
+        sources: list[Any] = []
+        if self._lock.acquire(timeout=_LOOK_SECONDS):
+            try:
+                if self._workers is not None:
+                    news, sources = self._state(self._workers), self._workers.sources()
+            finally:
+                self._lock.release()
+        if self._lines:
+            news["lines"] = self._taken_lines()
+        return news, sources
+
+    def _state(self, workers: LocalWorkers) -> Message:
+        """Return the ranks' messages with their state, or nothing if there are none and the state is not new."""
+        state: Message = {"statuses": workers.statuses()}
+        messages = workers.receive()  # after the statuses, so that the last messages of an ended rank are among them
+        state |= {"closed": workers.has_closed_channel, "lost": workers.lost_device}
+        if not messages and state == self._sent_state:
+            return {}
+        self._sent_state = state
+        return {"group": self._group, "messages": messages, **state}
+
+    def _taken_lines(self) -> list[str]:
+        taken = list(self._lines)
+        del self._lines[: len(taken)]
+        return taken
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    def end(self, *, done: bool) -> dict[str, Any]:
+        """End the ranks, and return the lines for the user and the ranks' logs."""
+        numbers = self._workers.numbers if self._workers is not None else ()
+        self._end_workers(done=done)
+        logs = {rank: log_tail(self.folder / "logs" / f"rank{rank}.log", _MOST_LOG_BYTES) for rank in numbers}
+        shutil.rmtree(self.folder / "logs", ignore_errors=True)
+        return {"lines": self._taken_lines(), "logs": {rank: text for rank, text in logs.items() if text}}
+
     def _end_workers(self, *, done: bool) -> None:
-        workers, self.host_workers = self.host_workers, None
+        workers, self._workers = self._workers, None
         if workers is not None:
-            self._forward_messages(workers)
             workers.send("stop")
             workers.end(done=done)
             remove_scratch(self.folder)
 
-    def _forward_messages(self, workers: LocalWorkers) -> None:
-        for rank, message in workers.receive():
-            self._send("said", rank=rank, message=message)
-
     def close(self) -> None:
         """End everything that this agent started."""
-        with suppress(Exception):
-            self._end_workers(done=False)
-        self.machine.close()
-        self._kept.close()
-        self._home.close()
+        self.ending.set()
+        with self._lock:
+            with suppress(Exception):
+                self._end_workers(done=False)
+            self._machine.close()
+            self._kept.close()
+            self._home.close()
 
 
-# Handler of each verb; it takes the message's fields by name and returns the fields of the answer.
-HANDLERS: Mapping[Verb, Callable[..., Mapping[str, Any] | None]] = {
-    "brief": Agent.on_brief,
-    "end": Agent.on_end,
-    "exists": lambda agent, path: {"there": Path(path).exists()},
-    "get_on": lambda agent, waiting: {"alive": agent.running.is_progressing(set(waiting))},
-    "last_words": Agent.on_last_words,
-    "launch": Agent.on_launch,
-    "look_anew": lambda agent: agent.running.reset_liveness_baseline(),
-    "open": Agent.on_open,
-    "ops": Agent.on_ops,
-    "pass_on": lambda agent, what, fields: agent.running.send(what, **fields),
-    "peaks": lambda agent: {"peaks": dataclasses.asdict(agent.running.peaks())},
-    "place": lambda agent, rank, device: agent.running.register_device(rank, device),
-    "reset_peaks": lambda agent: agent.running.reset_peaks(),
-    "signal": lambda agent, number, pids: agent.running.signal(signal.Signals(number), pids),
-    "survey": Agent.on_survey,
-}
+# -- process -----------------------------------------------------------------------------------------------------------
+#
+# The agent of ssh and srun reads calls from standard input and answers on standard output, and listens on no port. When its
+# input ends, its tuner is silent or a signal arrives, it ends with all that it has started.
 
 
-@contextmanager
-def _ended_by_signals(agent: Agent) -> Iterator[None]:
-    """End the agent on SIGTERM, SIGINT and SIGHUP, unless nohup ignores that, and forward SIGUSR1 and SIGUSR2.
+def serve(agent: NodeAgent, stream: Stream) -> None:
+    """Call the methods that the tuner names, until it is gone."""
 
-    Slurm may send the latter to all processes of a job.
-    """
-    with (
-        handled_signals(lambda *_: agent.end()),
-        handled_signals(lambda number, _: agent.notify(signal.Signals(number)), NOTICES),
-    ):
-        yield
+    def answer(number: int, method: str, fields: Message) -> None:
+        stream.send("answer", number=number, **agent.call(method, fields))
+
+    stream.send(GREETING, **agent.greeting())
+    silent_at = time.monotonic() + GREETING_SECONDS
+    with ThreadPoolExecutor(1) as ordered, ThreadPoolExecutor(2) as aside:
+        while not stream.closed and not agent.ending.is_set() and time.monotonic() < silent_at:
+            message = stream.receive(_LOOK_SECONDS)
+            if message is not None and "number" in message:
+                silent_at = time.monotonic() + SILENT_SECONDS
+                pool = aside if message["type"] in ASIDE else ordered
+                pool.submit(answer, message["number"], message["type"], message["fields"])
+        ordered.shutdown(wait=False, cancel_futures=True)
+        agent.close()
 
 
 def main() -> None:
-    """Run the command `autotune agent`."""
+    """Run the command `autotune agent`.
+
+    SIGTERM and SIGINT end the agent, and so does SIGHUP unless nohup ignores it. Slurm may send SIGUSR1 and SIGUSR2 to all
+    processes of a job; the ranks get these too.
+    """
     stream = own_stream(SILENT_SECONDS)
     adopt_orphans()
-    agent = Agent(stream)
-    with _ended_by_signals(agent), contextlib.closing(stream):
-        agent.serve()
+    agent = NodeAgent()
+    with (
+        contextlib.closing(stream),
+        handled_signals(lambda *_: agent.ending.set()),
+        handled_signals(lambda number, _: agent.notify(number), NOTICES),
+    ):
+        serve(agent, stream)
 
 
 # -- node survey -------------------------------------------------------------------------------------------------------
 
 LEAST_FREE_BYTES = 64 * 2**20  # bytes free on a disk for logs
 _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
-_ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
-
-
-def survey(
-    *, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str, interpreter: Interpreter = OWN
-) -> dict[str, Any]:
-    """Return all values that the tuner compares before anything starts, as JSON. `count` is the number of devices in use.
-
-    Raises:
-        UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
-    """
-    hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
-    if path and not Path(path).exists():
-        raise UserError(f"no {path} there; expected what is trained in the same place on every node")
-    for folder in (Path(tempfile.gettempdir()), cache_root()):
-        _check_writable(folder)
-    held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := lock_holder(gpu))]
-    if held:
-        raise UserError(f"{held[0]}: wait for it, or leave the node out")
-    versions = {package: found for package in PACKAGES if (found := interpreter.version(package))}
-    by_ray, by_ssh = os.environ.get(_ADDRESS_OF_RAY), os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
-    return {
-        "hardware": hardware.to_json(),
-        "versions": {**versions, "cuda": interpreter.cuda, "nccl": interpreter.nccl, "driver": _driver()},
-        "threads": threads_per_rank(count),
-        "clock": time.time(),
-        "addresses": addresses(),
-        "reached_at": [by_ray] if by_ray else by_ssh,  # by the transport; empty if unknown
-        "hostname": socket.gethostname(),
-    }
+_ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see `ray_transport.agent_actor`
 
 
 def _check_writable(folder: Path) -> None:

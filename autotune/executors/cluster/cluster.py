@@ -14,15 +14,7 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.errors import MachineError, Stopped, UserError
-from autotune.executors.cluster.rpc import (
-    GREETING_SECONDS,
-    PROTOCOL,
-    AgentConnection,
-    NodeDown,
-    NoGreeting,
-    RemoteWorkers,
-    Verb,
-)
+from autotune.executors.cluster.rpc import GREETING_SECONDS, NodeDown, RemoteAgent, RemoteWorkers
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
@@ -83,10 +75,10 @@ class NodeRequirements:
 
 @dataclass
 class Node:
-    """Node and the connection to its agent."""
+    """Node and its agent."""
 
     host: Host
-    connection: AgentConnection
+    agent: RemoteAgent
     hardware: Hardware | None = None
     survey: Message = field(default_factory=dict)
 
@@ -94,10 +86,6 @@ class Node:
     def name(self) -> str:
         """Return the node's host name."""
         return self.host.name
-
-    def begin(self, verb: Verb, **fields: Any) -> tuple[Node, int]:
-        """Send a request, and return the node and the request's number."""
-        return self, self.connection.begin(verb, **fields)
 
 
 @dataclass
@@ -136,62 +124,67 @@ class Cluster:
             self.close()
             raise
 
-    def _start(self, host: Host) -> AgentConnection:
+    def _start(self, host: Host) -> RemoteAgent:
         log = self.folder / f"{host.name.replace('/', '_')}.log"
         log.unlink(missing_ok=True)
-        command = self.transport.command(host.name)
-        try:
-            return AgentConnection(host.name, command, log)
-        except OSError as error:
-            raise UserError(f"node {host.name}: {command[0]} cannot be run ({error.strerror})") from None
+        return self.transport.connect(host.name, log)
 
     def _greet(self, nodes: list[Node]) -> None:
         for node in nodes:
             try:
-                node.connection.greet(GREETING_SECONDS, self.cancelled)
-            except NoGreeting as failure:
-                raise UserError(self.transport.complaint(node.name, failure)) from None
-        check_same_version(
-            [node.name for node in nodes], [node.connection.greeting for node in nodes], __version__, PROTOCOL
-        )
+                node.agent.greet(GREETING_SECONDS, self.cancelled)
+            except NodeDown as failure:
+                raise UserError(greeting_complaint(node.name, failure)) from None
+            if (version := node.agent.greeting["version"]) != __version__:
+                raise UserError(
+                    f"node {node.name} has autotune {version}, and this machine {__version__}: install the same on every node"
+                )
 
     def _survey(self, nodes: list[Node]) -> None:
-        requirements, asked = self.requirements, []
-        for node in nodes:
+        requirements = self.requirements
+        common = {
+            "device": requirements.device,
+            "headroom": requirements.headroom,
+            "memory_cap_bytes": requirements.memory_cap_bytes,
+            "path": requirements.path,
+            "python": other_python(requirements.interpreter),
+            "cwd": str(Path.cwd()),
+        }
+        variables = sent_variables(os.environ, requirements.variables)
+
+        def asked(node: Node) -> Message:
             ours = node.host.slots
             devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ours))} if node.host.chosen else {}
-            what = {
-                "env": sent_variables(os.environ, requirements.variables) | devices,
-                "device": requirements.device,
-                "count": len(ours),
-                "headroom": requirements.headroom,
-                "memory_cap_bytes": requirements.memory_cap_bytes,
-                "path": requirements.path,
-                "python": other_python(requirements.interpreter),
-                "cwd": str(Path.cwd()),
-            }
-            asked.append(node.begin("survey", **what))
-        for node, number in asked:
-            node.survey = self._await_answer(node, number, _SURVEY_SECONDS)
-            node.hardware = Hardware.from_json(node.survey["hardware"])
+            return {**common, "env": variables | devices, "count": len(ours)}
+
+        for node, survey in zip(nodes, self._on_nodes(nodes, _SURVEY_SECONDS, "survey", asked), strict=True):
+            (clock,) = self._on_nodes([node], _SURVEY_SECONDS, "clock")
+            node.survey = {**survey, "ahead_seconds": clock - time.time()}
+            node.hardware = Hardware.from_json(survey["hardware"])
 
     def _compare(self) -> Hardware:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
         ours = {package: self.requirements.interpreter.version(package) for package in COMPARED}
-        check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
+        check_versions_and_clocks(names, surveys, ours)
         self._rendezvous = rendezvous_network(names, surveys, self.requirements.interface)
         threads = min(int(survey["threads"]) for survey in surveys)
         return combined([node.hardware for node in self.nodes if node.hardware is not None], threads)
 
-    def _await_answer(self, node: Node, number: int, seconds: float) -> Message:
-        """Wait for an answer during setup; a failure is raised as UserError, because the user has to fix it."""
+    def _on_nodes(
+        self, nodes: list[Node], seconds: float, method: str, fields: Callable[[Node], Message] = lambda node: {}
+    ) -> list[Any]:
+        """Call a method of several agents at once and return its values.
 
-        def take(event: Message) -> None:
-            if event["type"] == "say":
-                self.print_line(f"{node.name}: {event['text']}")
-
+        Raises:
+            UserError: a call failed, which the user has to fix.
+            Stopped: the user cancelled.
+        """
+        calls = [node.agent.begin(method, **fields(node)) for node in nodes]
         try:
-            return node.connection.finish(number, seconds, self.cancelled, take)
+            return [
+                node.agent.finish(call, seconds, self.cancelled, self.print_line)
+                for node, call in zip(nodes, calls, strict=True)
+            ]
         except (NodeDown, OSError) as error:
             raise UserError(f"node {error}") from None
 
@@ -205,7 +198,7 @@ class Cluster:
 
     def _host_workers(self, gauged: bool, print_line: Callable[[str], None]) -> list[HostWorkers]:
         count = len(self.nodes)
-        return [RemoteWorkers(node.connection, gauged, print_line, (at, count)) for at, node in enumerate(self.nodes)]
+        return [RemoteWorkers(node.agent, gauged, print_line, (at, count)) for at, node in enumerate(self.nodes)]
 
     def begin(self, needs: RankRequirements) -> None:
         """Do nothing, because a ready agent already holds the node's devices."""
@@ -222,17 +215,18 @@ class Cluster:
 
     def _open(self, nodes: list[Node]) -> None:
         assert self._needs is not None
-        asked = []
-        for node in nodes:
+        # each agent has its node's interpreter
+        needs = {key: value for key, value in dataclasses.asdict(self._needs).items() if key != "interpreter"}
+
+        def asked(node: Node) -> Message:
             assert node.hardware is not None
             env = self._interface_variables(self.nodes.index(node))
-            if self.echo:
-                node.connection.start_echo()
-            needs = {key: value for key, value in dataclasses.asdict(self._needs).items() if key != "interpreter"}
-            what = {"needs": needs, "hardware": node.hardware.to_json()}  # the agent has the node's interpreter
-            asked.append(node.begin("open", **what, env=env, who=self.who))
-        for node, number in asked:
-            self._await_answer(node, number, _OPEN_SECONDS)
+            return {"needs": needs, "hardware": node.hardware.to_json(), "env": env, "who": self.who}
+
+        if self.echo:
+            for node in nodes:
+                node.agent.start_echo()
+        self._on_nodes(nodes, _OPEN_SECONDS, "open", asked)
 
     def _interface_variables(self, at: int) -> dict[str, str]:
         assert self._rendezvous is not None
@@ -252,8 +246,7 @@ class Cluster:
         # The first node builds alone. The other nodes find its result in a shared home, where locks may not work across
         # machines.
         for some in (nodes[:1], nodes[1:]) if names else ():
-            asked = [node.begin("ops", names=names) for node in some]
-            answers += [self._await_answer(node, number, _OPS_SECONDS) for node, number in asked]
+            answers += self._on_nodes(some, _OPS_SECONDS, "load_ops", lambda node: {"names": names})
         for answer in answers:
             self.ops.failed.update(answer["failed"])
             self.ops.folder = answer["folder"]
@@ -263,7 +256,7 @@ class Cluster:
     @property
     def broken(self) -> bool:
         """True if a node is disconnected."""
-        return any(node.connection.failure for node in self.nodes)
+        return any(node.agent.failure for node in self.nodes)
 
     def reconnect(self) -> None:
         """Reconnect to disconnected nodes and prepare them.
@@ -274,15 +267,15 @@ class Cluster:
         """
         until = time.monotonic() + _BACK_SECONDS
         for node in self.nodes:
-            if not node.connection.failure:
+            if not node.agent.failure:
                 continue
-            self.print_line(f"node {node.connection.failure}: reaching it again")
+            self.print_line(f"node {node.agent.failure}: reaching it again")
             while True:
                 try:
                     self._restart_agent(node)
                     break
                 except UserError as error:
-                    node.connection.close()
+                    node.agent.close()
                     if self.cancelled():
                         raise Stopped("stopped while a node was reached again") from None
                     if time.monotonic() > until:
@@ -292,11 +285,11 @@ class Cluster:
 
     def _restart_agent(self, node: Node) -> None:
         before, met = node.survey["hostname"], self._rendezvous
-        node.connection.close()
-        node.connection = self._start(node.host)
+        node.agent.close()
+        node.agent = self._start(node.host)
         self._greet([node])
         self._survey([node])
-        if all(one.connection is node.connection or not one.connection.failure for one in self.nodes):
+        if all(one.agent is node.agent or not one.agent.failure for one in self.nodes):
             self._compare()  # a scheduler may have replaced the machine
         if node.survey["hostname"] != before:
             self.print_line(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
@@ -304,7 +297,7 @@ class Cluster:
             self._open([node])
             self._load([node], self._op_names)
         else:  # the other nodes need the new rendezvous too
-            up = [one for one in self.nodes if not one.connection.failure]
+            up = [one for one in self.nodes if not one.agent.failure]
             self._open(up)
             self._load(up, self._op_names)
 
@@ -312,48 +305,45 @@ class Cluster:
         """Return True if every node has this path, as on a shared file system."""
         if self.broken:
             return False
-        asked = [node.begin("exists", path=str(path)) for node in self.nodes]
         try:
-            return all(node.connection.finish(number, _SURVEY_SECONDS)["there"] for node, number in asked)
-        except NodeDown:
+            return all(self._on_nodes(self.nodes, _SURVEY_SECONDS, "exists", lambda node: {"path": str(path)}))
+        except UserError:
             return False
 
     def close(self) -> None:
         """End every agent and all that it has started."""
         for node in self.nodes:
-            node.connection.close_stream()
+            node.agent.hang_up()
         for node in self.nodes:
-            node.connection.close()
+            node.agent.close()
 
 
 # -- comparison of nodes -----------------------------------------------------------------------------------------------
 
+_SSH_FAILED = 255  # ssh's own exit status: ssh(1)
 MOST_CLOCK_SECONDS = 30.0  # seconds of clock difference; caches, leases and checkpoints depend on times
 
 
-def check_same_version(
-    names: Sequence[str], greetings: Sequence[Mapping[str, Any]], version: str, protocol: int
-) -> None:
-    """Check that every node has the tuner's version of this package.
-
-    Raises:
-        UserError: a node has another version.
-    """
-    for name, said in zip(names, greetings, strict=True):
-        if (said["version"], said["protocol"]) != (version, protocol):
-            raise UserError(
-                f"node {name} has autotune {said['version']}, and this machine {version}: install the same on every node"
-            )
+def greeting_complaint(node: str, failure: NodeDown) -> str:
+    """Return why a node's agent did not start, and what to do, in one line."""
+    if failure.received:
+        return (
+            f"node {node} prints {failure.received!r} into the stream, before its agent begins: keep shells that are not "
+            "interactive silent there (~/.bashrc), and /etc/profile.d"
+        )
+    remedy = "autotune and the environment that you train in must be at the same paths on every node"
+    if failure.code == _SSH_FAILED:
+        remedy = f"`ssh -o BatchMode=yes {node} true` must work"
+    return f"node {failure}; {remedy}"
 
 
 def check_versions_and_clocks(
-    names: Sequence[str], surveys: Sequence[Mapping[str, Any]], ours: Mapping[str, str | None], now: Sequence[float]
+    names: Sequence[str], surveys: Sequence[Mapping[str, Any]], ours: Mapping[str, str | None]
 ) -> None:
     """Check that all nodes have the same driver and devices, this machine's packages, and a matching clock.
 
     Args:
         ours: versions on this machine, which predicts and writes configs.
-        now: this machine's clock at the arrival of each survey, in seconds since the epoch.
 
     Raises:
         UserError: nodes differ; one line with all differences.
@@ -367,8 +357,8 @@ def check_versions_and_clocks(
         others = [f"{name} has {value or 'none'}" for name, value in zip(names, found, strict=True) if value != usual]
         if others:
             differing.append(f"{what}: {', '.join(others)} where {whose} {usual or 'none'}")
-    for name, one, here in zip(names, surveys, now, strict=True):
-        apart = float(one["clock"]) - here
+    for name, one in zip(names, surveys, strict=True):
+        apart = float(one["ahead_seconds"])
         if abs(apart) > MOST_CLOCK_SECONDS:
             differing.append(f"clock: {name}'s is {abs(apart):.0f} s {'ahead' if apart > 0 else 'behind'}")
     if differing:

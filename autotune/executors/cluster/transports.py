@@ -9,14 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
 from autotune.errors import UserError, did_you_mean
-from autotune.executors.cluster.rpc import NoGreeting
+from autotune.executors.cluster.rpc import RemoteAgent, StreamAgent
 from autotune.util.bounds import display_value, read_text, whole_number
 from autotune.util.units import format_duration
 
@@ -27,30 +28,45 @@ from autotune.util.units import format_duration
 
 PACKAGE = Path(__file__).parents[2]
 CONNECT_SECONDS = 10
-_SSH_FAILED = 255  # ssh's own exit status: ssh(1)
 
 
 class Transport(Protocol):
-    """Way to reach nodes: a command that starts an agent on a node and connects its standard input and output."""
+    """Way to reach nodes."""
 
+    def connect(self, node: str, log: Path) -> RemoteAgent:
+        """Start a node's agent.
+
+        Args:
+            log: for messages of the program that starts it.
+
+        Raises:
+            UserError: the program cannot be run.
+        """
+
+
+class CommandTransport(ABC):
+    """Transport by a command whose standard input and output are those of the agent."""
+
+    @abstractmethod
     def command(self, node: str) -> list[str]:
         """Return the command that starts a node's agent."""
 
-    def complaint(self, node: str, failure: NoGreeting) -> str:
-        """Return why an agent did not start and what to do, in one line."""
+    def connect(self, node: str, log: Path) -> RemoteAgent:
+        """Run the command."""
+        command = self.command(node)
+        try:
+            return StreamAgent(node, command, log)
+        except OSError as error:
+            raise UserError(f"node {node}: {command[0]} cannot be run ({error.strerror})") from None
 
 
-def agent_words(python: str = sys.executable, package: Path = PACKAGE) -> list[str]:
+def agent_words() -> list[str]:
     """Return the command that starts an agent on its machine."""
-    return [python, str(package), "agent"]
+    return [sys.executable, str(PACKAGE), "agent"]
 
 
-@dataclass(frozen=True)
-class Ssh:
+class Ssh(CommandTransport):
     """OpenSSH with the user's configuration: keys, agents, jump hosts and names from ~/.ssh/config."""
-
-    python: str = sys.executable
-    package: Path = PACKAGE
 
     def command(self, node: str) -> list[str]:
         """Return the ssh command that starts a node's agent."""
@@ -67,60 +83,7 @@ class Ssh:
             "RequestTTY": "no",
         }
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        agent = shlex.join(agent_words(self.python, self.package))
-        return ["ssh", "-T", *given, "--", node, f"exec {agent}"]
-
-    def complaint(self, node: str, failure: NoGreeting) -> str:
-        """Return the reason why a node's agent did not start, from ssh's messages if ssh failed."""
-        log = failure.log.splitlines()
-        last = log[-1].strip() if log else ""
-        for pattern, what in _SSH_SAYS:
-            if failure.code == _SSH_FAILED and re.search(pattern, failure.log):
-                return f"node {node}: {what.format(node=node)} ({last})"
-        return agents_complaint(node, failure, self.python, self.package)
-
-
-# OpenSSH's messages (sshconnect.c, sshconnect2.c, ssh.c); the first match is used.
-_SSH_SAYS = (
-    (
-        r"[Hh]ost key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED|No \S+ host key is known",
-        "its host key is not known, or has changed: `ssh {node}` once by hand shows it",
-    ),
-    (
-        r"Permission denied",
-        "it asks for a password or a key that ssh has not: give it your key (`ssh-copy-id {node}`), or load it into ssh-agent",
-    ),
-    (r"Could not resolve hostname", "no such host: correct the hostfile, or name it in ~/.ssh/config"),
-    (
-        r"Connection refused|timed out|No route to host|Network is unreachable|Connection (closed|reset)",
-        "ssh cannot reach it: is it up, and does sshd run there? `ssh {node}` tells",
-    ),
-    (r"", "ssh cannot reach it; `ssh {node}` tells"),
-)
-
-
-def agents_complaint(node: str, failure: NoGreeting, python: str = sys.executable, package: Path = PACKAGE) -> str:
-    """Return why an agent did not start on a node that was reached, in one line."""
-    log = failure.log.splitlines()
-    if failure.received:
-        words = " ".join(failure.received.split())[:80]
-        return (
-            f"node {node} prints {words!r} into the stream, before its agent begins: keep shells that are not interactive "
-            "silent there (~/.bashrc), and /etc/profile.d"
-        )
-    if f"can't open file '{package}" in failure.log or f"can't find '__main__' module in '{package}" in failure.log:
-        return f"node {node}: autotune is not at {package} there; install it at the same place on every node"
-    if re.search(rf"{re.escape(python)}.*(No such file|not found|cannot execute)", failure.log):
-        return (
-            f"node {node}: no {python} there; install the environment that you train in at the same place on every node"
-        )
-    if missing := re.search(r"No module named '?([\w.]+)", failure.log):
-        return (
-            f"node {node}: {python} has no package {missing[1]} there: install the environment that you train in, with what "
-            "autotune needs, at the same place on every node"
-        )
-    last = f" ({log[-1].strip()[:200]})" if log else ""
-    return f"node {node}: no agent was heard: {failure.why}{last}"
+        return ["ssh", "-T", *given, "--", node, f"exec {shlex.join(agent_words())}"]
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
@@ -132,7 +95,7 @@ JOB, NODES, GPUS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE"  #
 
 
 @dataclass(frozen=True)
-class Srun:
+class Srun(CommandTransport):
     """Job step on one node of this process's allocation, parallel to other steps."""
 
     job: str
@@ -142,13 +105,6 @@ class Srun:
         where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
         return ["srun", *where, *how, "--", *agent_words()]
-
-    def complaint(self, node: str, failure: NoGreeting) -> str:
-        """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
-        said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
-        if said and not failure.received and "exited" not in said[-1].lower() and "task" not in said[-1]:
-            return f"node {node}: Slurm starts no agent there ({said[-1].removeprefix('srun: ')[:200]})"
-        return agents_complaint(node, failure)
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
@@ -164,11 +120,9 @@ def allocated_hosts(gpus: int | None, environment: Mapping[str, str] = os.enviro
     """
     names = slurm_output("scontrol", "show", "hostnames", environment[NODES]).split()
     each = environment.get(GPUS, "")
-    count = gpus if gpus is not None else int(each) if each.isdigit() and int(each) else None
-    if count is None:
+    count = gpus or (int(each) if each.isdigit() else 0)
+    if not count:
         raise UserError("this allocation has no GPUs: --device cpu --gpus N says how many CPU ranks each node has")
-    if count < 1:
-        raise UserError(f"--gpus {count}: expected at least 1")
     return [Host(name, tuple(range(count))) for name in names]
 
 
@@ -178,23 +132,16 @@ def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.e
     Raises:
         UserError: the allocation ends earlier.
     """
-    end = environment.get("SLURM_JOB_END_TIME", "")
-    left = float(end) - time.time() if end.isdigit() else _left_seconds(environment[JOB])
-    if left is not None and left < budget_seconds:
+    try:
+        end = datetime.fromisoformat(slurm_output("squeue", "-h", "-j", environment[JOB], "-o", "%e").strip())
+    except (UserError, ValueError):  # `N/A` without a time limit
+        return
+    left = end.timestamp() - time.time()
+    if left < budget_seconds:
         raise UserError(
             f"the allocation ends in {format_duration(max(0.0, left))}, before a budget of {format_duration(budget_seconds)}: "
             "give a smaller --budget, or ask Slurm for a longer time"
         )
-
-
-def _left_seconds(job: str) -> float | None:
-    """Return the time left from squeue's `days-hours:minutes:seconds`; None if unlimited or unknown."""
-    with suppress(UserError, ValueError):
-        days, _, clock = slurm_output("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
-        parts = [int(part) for part in clock.split(":")]
-        seconds = sum(part * 60**at for at, part in enumerate(reversed(parts)))
-        return float(seconds + 86400 * int(days or 0))
-    return None
 
 
 def slurm_output(*words: str) -> str:
@@ -212,9 +159,9 @@ def slurm_output(*words: str) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"--executor slurm: {words[0]} does not answer within {_ANSWER_SECONDS:.0f} s") from None
     if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        first = next((line for line in said if "error" in line), said[0] if said else f"exit status {done.returncode}")
-        raise UserError(f"--executor slurm: {first.removeprefix(words[0] + ': ')}")
+        raise UserError(
+            f"--executor slurm: {words[0]} has exit status {done.returncode} ({' '.join(done.stderr.split())[:200]})"
+        )
     return done.stdout
 
 
@@ -286,37 +233,23 @@ def _hosts(path: Path) -> list[Host]:
 
 def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, tuple[int, ...] | None]:
     """Return the slots that a filter names, by host; None stands for all slots."""
-    known = {host.name: host for host in hosts}
-    full = {called: host.name for host in hosts for called in (host.name, _bare(host.name))}
+    known = {_bare(host.name): host for host in hosts}
     named: dict[str, tuple[int, ...] | None] = {}
-    for part in _parts(text, known):
+    for part in text.split("@"):
         called, colon, numbers = part.partition(":")
-        if called not in full:
-            raise UserError(f"{option} {text}: {path} has no host {called!r}{did_you_mean(called, full)}; {_FILTER}")
-        name = full[called]
-        slots = None
+        if called not in known:
+            raise UserError(f"{option} {text}: {path} has no host {called!r}{did_you_mean(called, known)}; {_FILTER}")
+        host, slots = known[called], None
         if colon:
-            if not re.fullmatch(r"\d+(,\d+)*", numbers):
+            if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers):
                 raise UserError(f"{option} {text}: {part!r} does not parse: {_FILTER}")
-            slots = tuple(sorted({whole_number(one, option, 0, MOST_SLOTS) for one in numbers.split(",")}))
-            if missing := set(slots) - set(known[name].slots):
+            slots = tuple(sorted(set(map(int, numbers.split(",")))))
+            if missing := set(slots) - set(host.slots):
                 raise UserError(
-                    f"{option} {text}: {name} has no slot {min(missing)}, its {len(known[name].slots)} count from 0"
+                    f"{option} {text}: {host.name} has no slot {min(missing)}, its {len(host.slots)} count from 0"
                 )
-        named[name] = slots
+        named[host.name] = slots
     return named
-
-
-def _parts(text: str, known: Container[str]) -> list[str]:
-    """Split a filter into hosts with slots. `@` separates hosts and also follows a user name."""
-    parts: list[str] = []
-    for word in (one.strip() for one in text.split("@")):
-        joined = f"{parts[-1]}@{word}" if parts and ":" not in parts[-1] else ""
-        if joined.partition(":")[0] in known:
-            parts[-1] = joined
-        else:
-            parts.append(word)
-    return parts
 
 
 def _bare(name: str) -> str:

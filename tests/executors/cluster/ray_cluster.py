@@ -88,7 +88,7 @@ class Ray:
         return []
 
     def agents(self) -> list[psutil.Process]:
-        """Processes that autotune has started on the nodes: the agents, and all below them."""
+        """Processes that agents have started on the nodes, and all below them."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):

@@ -1,25 +1,23 @@
 """Agents on this machine at the other end of a pipe: the protocol, a group spread over them, and every way for one to end."""
 
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
-from typing import get_args
 
 import psutil
 import pytest
 
 from autotune.errors import MachineError, Stopped, UserError
-from autotune.executors.cluster import agent as surveys
+from autotune.executors.cluster import agent as agents
 from autotune.executors.cluster import cluster as clusters
 from autotune.executors.cluster import rpc as wires
-from autotune.executors.cluster.agent import HANDLERS, Agent
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements, sent_variables
-from autotune.executors.cluster.rpc import AgentConnection, NodeDown, NoGreeting, Verb
-from autotune.executors.cluster.transports import Host, agent_words
+from autotune.executors.cluster.rpc import NodeDown, StreamAgent
+from autotune.executors.cluster.transports import CommandTransport, Host, agent_words
 from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.search.fingerprint import _WATCHED, _WATCHED_PREFIXES
@@ -34,7 +32,7 @@ FAKE = "tests.workers.fake_rank"
 HOUR = 3600.0
 
 
-class Pipe:
+class Pipe(CommandTransport):
     """A transport that goes no further than this machine."""
 
     def __init__(self, *before: str) -> None:
@@ -42,9 +40,6 @@ class Pipe:
 
     def command(self, node: str) -> list[str]:
         return [*self.before, *agent_words()]
-
-    def complaint(self, node: str, failure: NoGreeting) -> str:
-        return f"{failure}: {failure.received} {failure.log}"
 
 
 class Spread:
@@ -66,7 +61,7 @@ class Spread:
         self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", print_line=self.said.append)
         self.hardware = self.cluster.reach()
         self.cluster.open(RankRequirements("cpu", 1))
-        self.agents = [psutil.Process(node.connection.greeting["pid"]) for node in self.cluster.nodes]
+        self.agents = [psutil.Process(node.agent.greeting["pid"]) for node in self.cluster.nodes]
         return self.cluster
 
     def run(self, silent: float = HOUR) -> tuple[WorkerGroup, WatchEnd]:
@@ -215,7 +210,7 @@ def test_a_node_that_does_not_come_back_is_the_machines_trouble(
     wait_until(lambda: cluster.broken, "the node to be lost")
     assert not cluster.is_shared_path(Path("/"))
     cluster.transport = Pipe("sh", "-c", "echo down for maintenance >&2; exit 1")
-    with pytest.raises(MachineError, match=r"n2: .*down for maintenance; the study goes on with the same command"):
+    with pytest.raises(MachineError, match=r"n2: .*down for maintenance.*; the study goes on with the same command"):
         cluster.reconnect()
     cluster.transport = Pipe()
     cluster.cancelled = lambda: True
@@ -227,15 +222,17 @@ def test_a_node_that_does_not_come_back_is_the_machines_trouble(
 
 
 def test_a_node_without_a_place_to_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"device": "cpu", "count": 1, "headroom": 0.05, "memory_cap_bytes": None, "path": ""}
-    assert surveys.survey(**asked)["hardware"]["count"] == 1  # type: ignore[arg-type]
-    monkeypatch.setattr(surveys, "LEAST_FREE_BYTES", 2**62)
-    with pytest.raises(UserError, match="is full: its disk has less than"):
-        surveys.survey(**asked)  # type: ignore[arg-type]
-    monkeypatch.setenv("AUTOTUNE_CACHE", "/proc/no/such/place")
-    monkeypatch.setattr(surveys, "LEAST_FREE_BYTES", 0)
-    with pytest.raises(UserError, match="/proc/no/such/place/autotune cannot be written"):
-        surveys.survey(**asked)  # type: ignore[arg-type]
+    asked = {"env": {}, "python": None, "cwd": ".", "path": ""}
+    asked |= {"device": "cpu", "count": 1, "headroom": 0.05, "memory_cap_bytes": None}
+    with closing(agents.NodeAgent()) as agent:
+        assert agent.survey(**asked)["hardware"]["count"] == 1  # type: ignore[arg-type]
+        monkeypatch.setattr(agents, "LEAST_FREE_BYTES", 2**62)
+        with pytest.raises(UserError, match="is full: its disk has less than"):
+            agent.survey(**asked)  # type: ignore[arg-type]
+        monkeypatch.setenv("AUTOTUNE_CACHE", "/proc/no/such/place")
+        monkeypatch.setattr(agents, "LEAST_FREE_BYTES", 0)
+        with pytest.raises(UserError, match="/proc/no/such/place/autotune cannot be written"):
+            agent.survey(**asked)  # type: ignore[arg-type]
 
 
 def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread) -> None:
@@ -245,15 +242,15 @@ def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread
     started = spread.started()
     assert len(started) > 4, "two agents, two ranks, and what one of these has started"
     for node in spread.cluster.nodes:
-        os.close(os.dup(node.connection.fileno()))
-        node.connection._process.kill() if node.name == "n1" else node.connection._process.stdin.close()  # type: ignore[union-attr]
+        assert isinstance(node.agent, StreamAgent)
+        node.agent._process.kill() if node.name == "n1" else node.agent._process.stdin.close()  # type: ignore[union-attr]
     wait_until(lambda: gone(started), "the end of all")
 
 
 @pytest.mark.slow
 def test_an_agent_ends_whose_tuner_falls_silent(tmp_path: Path) -> None:
     """A cut link is no end of a stream."""
-    text = "import autotune.executors.cluster.agent as a; a.SILENT_SECONDS = 1.0; a.main()"
+    text = "import autotune.executors.cluster.agent as a; a.GREETING_SECONDS = 1.0; a.main()"
     python = agent_words()[0]
     process = subprocess.Popen([python, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.wait(timeout=60) == 0
@@ -275,7 +272,10 @@ def test_nothing_that_is_printed_gets_into_the_stream(tmp_path: Path) -> None:
     ("before", "said"),
     [
         (("sh", "-c", 'echo "Welcome to n1"; exec "$@"', "-"), "Welcome to n1"),
-        (("sh", "-c", "echo no such thing >&2; exit 3"), "the way to it ended with exit status 3:  no such thing"),
+        (
+            ("sh", "-c", "echo no such thing >&2; exit 3"),
+            r"the way to it ended with exit status 3 \(no such thing\); autotune and the",
+        ),
     ],
 )
 def test_a_stream_that_does_not_begin_with_an_agent(tmp_path: Path, before: tuple[str, ...], said: str) -> None:
@@ -284,11 +284,18 @@ def test_a_stream_that_does_not_begin_with_an_agent(tmp_path: Path, before: tupl
         cluster.reach()
 
 
+def test_another_version_of_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "__version__", "9.9")
+    cluster = Cluster([Host("n1", (0,))], Pipe(), NodeRequirements("cpu"), tmp_path)
+    with pytest.raises(UserError, match=r"node n1 has autotune .*, and this machine 9\.9: install the same"):
+        cluster.reach()
+
+
 def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Path) -> None:
     cluster = Cluster([Host("n1", tuple(range(500)))], Pipe(), NodeRequirements("cpu"), tmp_path)
     with pytest.raises(UserError, match=r"node n1: --gpus 500: \d+ CPU cores run at most"):
         cluster.reach()
-    assert all(node.connection._process.poll() is not None for node in cluster.nodes)
+    assert all(node.agent._process.poll() is not None for node in cluster.nodes)  # type: ignore[attr-defined]
     cluster = Cluster([Host("n1", (0,))], Pipe(), NodeRequirements("cpu", path="/no/such/folder"), tmp_path)
     with pytest.raises(
         UserError, match="node n1: no /no/such/folder there; expected what is trained in the same place"
@@ -297,20 +304,19 @@ def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Pa
 
 
 def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Path) -> None:
-    wire = AgentConnection("n1", agent_words(), tmp_path / "n1.log")
-    with closing(wire):
-        wire.greet(60)
-        with pytest.raises(NodeDown, match="n1: its agent failed: KeyError"):
-            wire.ask("no_such_request", 60)
+    agent = StreamAgent("n1", agent_words(), tmp_path / "n1.log")
+    with closing(agent):
+        agent.greet(60)
         with pytest.raises(OSError, match="node n1: "):
-            wire.ask("peaks", 60)
-        number = wire.begin("survey", env={}, python=None, cwd="/")  # arguments are missing
-        with pytest.raises(NodeDown, match="TypeError"):
-            wire.finish(number, 60)
+            agent.call("peaks", 60)
         with pytest.raises(Stopped):
-            wire.finish(10**6, 60, cancelled=lambda: True)
-        with pytest.raises(NodeDown, match=r"no answer within 0 s"):
-            wire.finish(10**6, 0.2)
+            agent.finish(Future(), 60, cancelled=lambda: True)
+        call = agent.begin("survey", env={}, python=None, cwd="/")  # arguments are missing
+        with pytest.raises(NodeDown, match="n1: its agent failed: TypeError"):
+            agent.finish(call, 60)
+    silent = StreamAgent("n1", ["sleep", "600"], tmp_path / "n1.log")
+    with closing(silent), pytest.raises(NodeDown, match=r"no answer within 0 s"):
+        silent.greet(0.2)
 
 
 def test_only_listed_variables_are_sent() -> None:
@@ -345,18 +351,12 @@ def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(wires, "SILENT_SECONDS", 1.0)
     python = agent_words()[0]
     deaf = 'print(\'{"type": "agent", "version": "", "protocol": 1}\', flush=True); import time; time.sleep(600)'
-    wire = AgentConnection("n1", [python, "-c", deaf], tmp_path / "log")
-    wire.greet(60)
-    wire.send("much", text="x" * 2**21)
-    assert wire._process.poll() is None, "what nobody has read was not waited for"
-    wait_until(lambda: wire.failure, "the silence to be noticed")
-    assert wire.failure.startswith("n1: ")
-    monkeypatch.setattr(wires, "_LEAVE_SECONDS", 0.2)
-    wire.close()
-    assert wire._process.poll() is not None
-
-
-def test_the_agent_has_a_handler_for_each_verb_that_the_tuner_may_send() -> None:
-    assert set(HANDLERS) == set(get_args(Verb))
-    assert {value for name, value in vars(Agent).items() if name.startswith("on_")} <= {*HANDLERS.values()}
-    assert all(handler.__name__ in (f"on_{verb}", "<lambda>") for verb, handler in HANDLERS.items())
+    agent = StreamAgent("n1", [python, "-c", deaf], tmp_path / "log")
+    agent.greet(60)
+    agent.begin("much", text="x" * 2**21)
+    assert agent._process.poll() is None, "what nobody has read was not waited for"
+    wait_until(lambda: agent.failure, "the silence to be noticed")
+    assert agent.failure.startswith("n1: ")
+    monkeypatch.setattr(wires, "LEAVE_SECONDS", 0.2)
+    agent.close()
+    assert agent._process.poll() is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from autotune.executors.cluster import rpc as wires
-from autotune.executors.cluster.rpc import AgentConnection, OutputForwarder
+from autotune.executors.cluster.rpc import OutputForwarder, StreamAgent
 from autotune.executors.cluster.transports import agent_words
 from tests.conftest import wait_until
 from tests.executors.cluster.hosts import Hosts
@@ -60,7 +60,7 @@ def test_what_is_read_is_all_there(pager: tuple[int, int], tmp_path: Path) -> No
 
 
 def test_nobody_waits_for_a_reader_and_the_oldest_is_left_out(pager: tuple[int, int], tmp_path: Path) -> None:
-    echo, found = OutputForwarder(pager[1], tmp_path / "log", most_bytes=2**18), []
+    echo, found = OutputForwarder(pager[1], tmp_path / "log", pieces=24), []
     echo.give(LINE * 5000)
     wait_until(lambda: unread(pager[0]) == 2**16, "the pipe to be full")
     given = len(LINE) * 5000
@@ -88,8 +88,6 @@ def test_an_end_that_nobody_reads_is_not_waited_for(pager: tuple[int, int], tmp_
     echo = OutputForwarder(pager[1], tmp_path / "log")
     echo.give(LINE * 10_000)
     echo.close()
-    assert echo._thread is not None
-    assert not echo._thread.is_alive()
 
 
 def test_a_reader_that_is_gone_costs_nothing(tmp_path: Path) -> None:
@@ -104,31 +102,30 @@ def test_a_reader_that_is_gone_costs_nothing(tmp_path: Path) -> None:
 
 
 LOUD = """
-import sys
-print('{"type": "agent", "version": "", "protocol": 1}', flush=True)
-sys.stdin.readline()
+import json, sys
+print('{"type": "agent", "version": ""}', flush=True)
+while '"write"' not in (line := sys.stdin.readline()):
+    pass
 for _ in range(16):
     sys.stderr.write("a line of a training\\n" * 50_000)
-print('{"type": "written"}', flush=True)
+print(json.dumps({"type": "answer", "number": json.loads(line)["number"], "value": "written"}), flush=True)
 sys.stdin.read()
 """
 
 
-def is_heard(wire: AgentConnection) -> None:
-    with closing(wire):
-        wire.greet(60)
-        wire.start_echo()
-        wire.send("go")
-        heard: list[str] = []
-        wait_until(lambda: heard.extend(event["type"] for event in wire.events()) or "written" in heard, "its agent")
-        assert not wire.failure
+def is_heard(agent: StreamAgent) -> None:
+    with closing(agent):
+        agent.greet(60)
+        agent.start_echo()
+        assert agent.call("write", 60) == "written"
+        assert not agent.failure
 
 
 def test_a_node_is_heard_though_nobody_reads_what_its_ranks_write(
     pager: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wires, "_STANDARD_ERROR", pager[1])
-    is_heard(AgentConnection("n1", [agent_words()[0], "-c", LOUD], tmp_path / "log"))
+    is_heard(StreamAgent("n1", [agent_words()[0], "-c", LOUD], tmp_path / "log"))
     assert (tmp_path / "log").read_bytes().endswith(b"a line of a training\n"), "its end is kept"
 
 
@@ -139,4 +136,4 @@ def test_so_is_one_that_is_reached_over_ssh(
     """Its ranks' words and its agent's share a channel there: where the first are not taken the second do not come."""
     monkeypatch.setattr(wires, "_STANDARD_ERROR", pager[1])
     there = shlex.join([agent_words()[0], "-c", LOUD])
-    is_heard(AgentConnection("node1", ["ssh", "-T", "node1", there], tmp_path / "log"))
+    is_heard(StreamAgent("node1", ["ssh", "-T", "node1", there], tmp_path / "log"))

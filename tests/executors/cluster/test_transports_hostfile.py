@@ -78,11 +78,11 @@ USERS = "me@worker-0 slots=4\nme@worker-1 slots=4\nworker-2 slots=2\n"
     ("include", "exclude", "left"),
     [
         ("worker-1", None, {"me@worker-1": 4}),
-        ("worker-2@me@worker-0@worker-1:3", None, {"me@worker-0": 4, "me@worker-1": 1, "worker-2": 2}),
-        (None, "me@worker-0@worker-2", {"me@worker-1": 4}),
+        ("worker-2@worker-0@worker-1:3", None, {"me@worker-0": 4, "me@worker-1": 1, "worker-2": 2}),
+        (None, "worker-0@worker-2", {"me@worker-1": 4}),
     ],
 )
-def test_a_filter_names_a_host_with_its_user_or_without(
+def test_a_filter_names_a_host_without_its_user(
     tmp_path: Path, include: str | None, exclude: str | None, left: dict[str, int]
 ) -> None:
     hosts = read_hostfile(written(tmp_path, USERS), include, exclude)

@@ -15,7 +15,11 @@ def note(data):  # type: ignore[no-untyped-def]
         except ValueError:  # part of a longer message
             continue
         if isinstance(message, dict) and isinstance(message.get("type"), str):
-            entry = {"verb": message["type"], "fields": sorted(message), "entry": message.get("entry")}
+            entry = {
+                "verb": message["type"],
+                "fields": sorted({**message, **message.get("fields", {})}),
+                "entry": message.get("entry"),
+            }
             with open(os.path.join(FOLDER, str(os.getpid())), "a") as file:
                 file.write(json.dumps(entry) + "\n")
 
