@@ -70,7 +70,7 @@ class NodeRequirements:
     path: str = ""  # the script's folder, which must exist on each node; empty without a script
     interface: str | None = None  # network interface between the nodes; None: detected
     variables: tuple[str, ...] = ()  # the user's variables that are sent in addition to `SENT`
-    interpreter: Interpreter = OWN  # of the ranks here, whose path and versions the nodes must have
+    interpreter: Interpreter = OWN  # ranks' Python here; the nodes must have its path and versions
 
 
 @dataclass

@@ -126,7 +126,7 @@ class RayNodes:
     place_seconds: float = _PLACE_SECONDS
     _group: Any = None
     _bundle: dict[str, float] = field(default_factory=dict)
-    _names: list[str] = field(default_factory=list)  # of the nodes, by bundle
+    _names: list[str] = field(default_factory=list)  # node names by bundle
 
     def place(self, nodes: int | None, per_node: int | None, device: str) -> list[Host]:
         """Reserve nodes until `close`.
@@ -206,7 +206,7 @@ def joined_ray(address: str, echo: bool) -> Any:
             f"--executor ray: Ray at {address} cannot be joined ({one_line(error)}): start it on this machine (`ray start`), or "
             "set RAY_ADDRESS"
         ) from None
-    signal.signal(signal.SIGTERM, ends)  # Ray has set a handler of its own
+    signal.signal(signal.SIGTERM, ends)  # Ray has replaced the handler
     return ray
 
 

@@ -293,7 +293,7 @@ class StreamAgent(RemoteAgent):
         self._changing, self._ended = threading.Lock(), False
         log.parent.mkdir(parents=True, exist_ok=True)
         pipe = subprocess.PIPE
-        # Ctrl-C signals the whole terminal, and the tuner decides, so the process has a session of its own.
+        # a new session, because Ctrl-C signals the whole terminal, and the tuner decides
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
         )
