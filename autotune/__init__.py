@@ -19,14 +19,19 @@ if TYPE_CHECKING:
     from autotune.recovery.supervisor import LaunchSummary
     from autotune.recovery.trainer_callback import StudyCallback
     from autotune.results.plan import Plan
-    from autotune.search.sampler import FeasibleSampler
+    from autotune.search.sampler import FeasibleSampler, Sampler
     from autotune.search.study import Callback
 
 __all__ = ["Study", "StudyCallback", "__version__", "export_study", "launch", "open_study", "plan", "sampler", "tune"]
 
 
 def tune(
-    command: Sequence[Any] | None = None, *, quiet: bool = False, callbacks: Sequence[Callback] = (), **options: Any
+    command: Sequence[Any] | None = None,
+    *,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+    sampler: Sampler | None = None,
+    **options: Any,
 ) -> RunSummary:
     """Tune, verify and export, as `autotune run` does; an existing study resumes.
 
@@ -34,6 +39,7 @@ def tune(
         command: a training script and its arguments, tuned unmodified; without it set `model` or `workload`.
         quiet: print nothing.
         callbacks: called with the Optuna study and the finished trial after each trial, as those of `optuna.Study.optimize`.
+        sampler: another of Optuna's samplers that proposes the trials, such as `optuna.samplers.TPESampler()`.
         options: the command's options by name with underscores: `model`, `gpus`, `budget`, `study`, `space`, `global_batch_size`,
             `max_trials` and so on; `attention` for `--attn`, `maps` for `--map`. Values are texts as on the command line, or
             Python's: `budget=600` is in seconds, `memory_cap=2**34` in bytes, `headroom=0.1` a share, a path a `Path`, a space a
@@ -55,7 +61,7 @@ def tune(
 
     with python_errors():
         request = request_of("run", command, options)
-        return run_study(request, Console(quiet=quiet), quiet=quiet, callbacks=callbacks)
+        return run_study(request, Console(quiet=quiet), quiet=quiet, callbacks=callbacks, sampler=sampler)
 
 
 def plan(*, quiet: bool = True, **options: Any) -> Plan:

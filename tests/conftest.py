@@ -260,7 +260,6 @@ def make_setup(job: Job, hardware: Hardware, folder: Path) -> Setup:
         storage=None,
         global_batch_size=None,
         budget_seconds=60.0,
-        tolerance=0.0,
     )
 
 

@@ -75,7 +75,7 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
 def tuned(monkeypatch: pytest.MonkeyPatch, *command: Any, **options: Any) -> Request:
     """The Request that `tune` makes of its arguments; nothing runs."""
     asked: list[Request] = []
-    monkeypatch.setattr(run, "run_study", lambda request, console, quiet, callbacks: asked.append(request))
+    monkeypatch.setattr(run, "run_study", lambda request, console, **options: asked.append(request))
     autotune.tune(*command, **options)
     return asked[0]
 

@@ -43,6 +43,7 @@ from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers
 from autotune.search.proposer import Proposer
+from autotune.search.sampler import SampledProposer, Sampler
 from autotune.search.storage import (
     StorageFailures,
     default_storage,
@@ -93,12 +94,18 @@ class RunSummary:
 
 
 def run_study(
-    request: Request, console: Console, *, quiet: bool = False, callbacks: Sequence[Callback] = ()
+    request: Request,
+    console: Console,
+    *,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+    sampler: Sampler | None = None,
 ) -> RunSummary:
     """Tune, verify and export.
 
     Args:
         callbacks: called after each trial, as those of `optuna.Study.optimize`.
+        sampler: proposes in place of the own one.
 
     Raises:
         UserError: bad input, or a job that fails by itself.
@@ -118,7 +125,7 @@ def run_study(
     if request.study is not None:
         _check_python(request.study, request, python)
     with named_nodes(request, print_line, python) as nodes:
-        return _run(run_setup(request, nodes, python), began, console, quiet, callbacks)
+        return _run(run_setup(request, nodes, python), began, console, quiet, callbacks, sampler)
 
 
 @readable("the study")
@@ -134,7 +141,9 @@ def _check_python(study: str, request: Request, python: Interpreter) -> None:
     check_studys_python(study, measured_in, request.python, python)
 
 
-def _run(setup: Setup, began: float, console: Console, quiet: bool, callbacks: Sequence[Callback]) -> RunSummary:
+def _run(
+    setup: Setup, began: float, console: Console, quiet: bool, callbacks: Sequence[Callback], sampler: Sampler | None
+) -> RunSummary:
     observer = make_observer(console, quiet)
     for line in setup.warnings:
         observer.print_line(line)
@@ -196,7 +205,9 @@ def _run(setup: Setup, began: float, console: Console, quiet: bool, callbacks: S
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
-            found = _search(setup, store, executor, predictor, observer, spent_seconds, stopped.is_set, beside, workers)
+            found = _search(
+                setup, store, executor, predictor, observer, spent_seconds, stopped.is_set, beside, workers, sampler
+            )
         return _summary(setup, store, found, predictor, observer.print_line)
 
 
@@ -313,10 +324,10 @@ def _search(
     cancelled: Callable[[], bool],
     beside: Sequence[Executor],
     workers: SearchWorkers,
+    sampler: Sampler | None,
 ) -> SearchSummary:
-    proposer = Proposer(
-        list(setup.candidates), setup.space, predictor, tolerance=setup.tolerance, exhaustive=setup.request.exhaustive
-    )
+    make = Proposer if sampler is None else partial(SampledProposer, store.study, sampler)
+    proposer = make(list(setup.candidates), setup.space, predictor, exhaustive=setup.request.exhaustive)
     tuner = Tuner(
         store,
         executor,

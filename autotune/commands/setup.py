@@ -52,7 +52,6 @@ from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
 
 DEFAULT_HEADROOM = "5%"
-TOLERANCE = 0.01  # share of the speed: the search stops below this expected gain
 
 # -- setups --------------------------------------------------------------------------------------------------------------
 
@@ -95,7 +94,6 @@ class Setup:
     storage: str | None  # the database's URL; None: a file in the folder
     global_batch_size: int | None  # samples per optimizer step, as requested
     budget_seconds: float
-    tolerance: float  # share of the speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         storage=request.storage or None,
         global_batch_size=batch,
         budget_seconds=budget_seconds,
-        tolerance=TOLERANCE,
     )
 
 

@@ -53,7 +53,7 @@ class MeasureSpec:
 
 
 SEARCH = MeasureSpec()
-VERIFY = MeasureSpec(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
+VERIFY = MeasureSpec(full=True, certify=True, min_steps=2, max_steps=60, min_seconds=3.0, max_seconds=40.0)
 # without DeepSpeed, see `Job.torch_alone`
 REFERENCE = MeasureSpec(full=True, min_steps=5, max_steps=60, min_seconds=2.0)
 RESUME = MeasureSpec(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)

@@ -144,15 +144,13 @@ class Predictor:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
-            _keep_latest(self._seen, candidate, outcome)
-            self._stale = True
+            self._seen[candidate] = outcome
         if outcome.least_step_seconds is not None:
             self._too_slow[candidate] = outcome.least_step_seconds
-            self._stale = True
         ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
         if ran and candidate.offloaded:
-            _keep_latest(self._host_seen, candidate, outcome)
-            self._stale = True
+            self._host_seen[candidate] = outcome
+        self._stale = True
 
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
         """Adopt the posteriors of predictors for other jobs on similar machines. `observe` would start from the priors.
@@ -166,6 +164,13 @@ class Predictor:
         if time is not None:
             time.calibrate()
             self._time, self._time_near = time._time, time._time_near
+
+    def of_constants(self) -> Predictor:
+        """Return a predictor with the calibration so far, which corrects no prediction by measured neighbours."""
+        self.calibrate()
+        found = copy.copy(self)
+        found._memory_near = found._time_near = None
+        return found
 
     def for_torch_alone(self) -> Predictor:
         """Return a predictor for the job without DeepSpeed, with this one's traces and calibration so far."""
@@ -199,7 +204,7 @@ class Predictor:
     def _calibrate_host(self) -> None:
         if self.hardware.device != "cuda" or not self._host_seen:
             return
-        candidates, outcomes = list(self._host_seen), list(self._host_seen.values())
+        candidates, outcomes = zip(*[*self._host_seen.items()][-_MOST_OBSERVATIONS:], strict=True)
         estimate = self.prepare(candidates).memory.host
         offloaded = estimate > 0  # otherwise all of it is on NVMe
         if offloaded.any():
@@ -455,12 +460,6 @@ class Predictor:
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
-
-
-def _keep_latest(seen: dict[Candidate, Outcome], candidate: Candidate, outcome: Outcome) -> None:
-    seen[candidate] = outcome
-    if len(seen) > _MOST_OBSERVATIONS:
-        del seen[next(iter(seen))]
 
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:

@@ -196,9 +196,8 @@ def warmed_up(step_seconds: list[float], request: MeasureRequest) -> bool:
     if count >= MAX_WARMUP_STEPS or sum(step_seconds) > WARMUP_SHARE * request.share_seconds:
         return True
     # The first step allocates the optimizer's states and compiles kernels, so it is never compared with the second.
-    if count >= 3 and abs(step_seconds[-1] - step_seconds[-2]) <= SETTLED * step_seconds[-2]:
-        return True
-    return count >= 2 and sum(step_seconds) > min(3 * request.min_seconds, WARMUP_SHARE * request.max_seconds)
+    settled = count >= 3 and abs(step_seconds[-1] - step_seconds[-2]) <= SETTLED * step_seconds[-2]
+    return settled or sum(step_seconds) > min(request.min_seconds, WARMUP_SHARE * request.max_seconds)
 
 
 def after_warmup(request: MeasureRequest, step_seconds: list[float]) -> MeasureRequest:

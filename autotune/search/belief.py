@@ -183,7 +183,7 @@ def explain(
         predicted: (n,) logarithms by the calibrated predictor.
         points: known values.
         scale: standard deviations of effects on this quantity, relative to those on speed.
-        trusted: prior probability of the predictor's explanation; 1 leaves the measurements alone out.
+        trusted: prior probability of the predictor's explanation; 1 and 0 leave the other one out.
     """
     points = points[-MOST_POINTS:]
     places = [point.place for point in points]
@@ -191,29 +191,33 @@ def explain(
     values = np.array([point.value for point in points])
     noise = np.diag([point.sigma**2 for point in points]) + _of_calls(points)
     average = float(predicted.mean())
-    log_weights, means, sigmas, by_predictor = [], [], [], []
-    explanations = (False,) if trusted == 1 else (False, True)
-    for alone, amplitude, second in itertools.product(explanations, AMPLITUDES, SECOND_ORDER):
+    found = []
+    explanations = [(alone, prior) for alone, prior in ((False, trusted), (True, 1 - trusted)) if prior]
+    for (alone, prior), amplitude, second in itertools.product(explanations, AMPLITUDES, SECOND_ORDER):
         prior_mean = np.full_like(predicted, average) if alone else predicted
         shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
         offset = UNKNOWN_SIGMA**2 if alone else (OFFSET_SIGMA * scale) ** 2
-        log_weight = math.log(1 - trusted) if alone else math.log(trusted)
         usual = ALONE_AMPLITUDE if alone else PREDICTOR_AMPLITUDE
-        log_weight -= 0.5 * (math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2)
-        variance = float(shares @ kernel.variances) + offset
-        to_points = np.einsum("o,onm->nm", shares, covariances) + offset
-        factor = np.linalg.cholesky(to_points[places] + noise + 1e-9 * np.eye(len(points)))
-        residual = np.linalg.solve(factor, values - prior_mean[places])
-        known = np.linalg.solve(factor, to_points.T)
-        log_weights.append(log_weight - 0.5 * float(residual @ residual) - float(np.log(factor.diagonal()).sum()))
-        by_predictor.append(not alone)
-        means.append(prior_mean + residual @ known)
-        sigmas.append(np.sqrt(np.maximum(variance - (known**2).sum(0), 1e-6)))
-    weights = np.exp(np.array(log_weights) - max(log_weights))
+        log_weight = math.log(prior) - 0.5 * (
+            math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2
+        )
+        of_points = np.einsum("o,onm->nm", shares, covariances[:, places]) + offset + noise
+        inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
+        residual = inverse @ (values - prior_mean[places])
+        log_weight += float(np.log(inverse.diagonal()).sum()) - 0.5 * float(residual @ residual)
+        found.append((log_weight, alone, prior_mean, shares, offset, inverse, residual))
+    weights = np.exp(np.array([one[0] for one in found]) - max(one[0] for one in found))
     weights /= weights.sum()
-    trust = float(weights[by_predictor].sum())
+    trust = float(sum(weight for weight, one in zip(weights, found, strict=True) if not one[1]))
     kept = weights > _LEAST_WEIGHT
-    return Mixture(weights[kept] / weights[kept].sum(), np.array(means)[kept], np.array(sigmas)[kept], trust)
+    means, sigmas = [], []
+    for keeps, (_, _, prior_mean, shares, offset, inverse, residual) in zip(kept, found, strict=True):
+        if keeps:
+            known = inverse @ (np.einsum("o,onm->mn", shares, covariances) + offset)
+            means.append(prior_mean + residual @ known)
+            variance = float(shares @ kernel.variances) + offset
+            sigmas.append(np.sqrt(np.maximum(variance - (known**2).sum(0), 1e-6)))
+    return Mixture(weights[kept] / weights[kept].sum(), np.array(means), np.array(sigmas), trust)
 
 
 def _of_calls(points: Sequence[Point]) -> Floats:
@@ -226,15 +230,16 @@ def _of_calls(points: Sequence[Point]) -> Floats:
 def above(lower_bound: float, mean: float, sigma: float, place: int) -> Point:
     """Return the point that stands for a value of which only a lower bound is known, such as the need after an OOM.
 
-    Its value is the mean of the normal distribution of the belief, cut at the bound.
+    With it, a normal belief gets the mean and the variance of the same belief cut at the bound (expectation propagation). A
+    belief that is above the bound already is not changed.
     """
     z = min((lower_bound - mean) / sigma, _MOST_SIGMAS)
     hazard = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) / (0.5 * math.erfc(z / math.sqrt(2)))
-    return Point(place, max(lower_bound, mean + sigma * hazard), _BOUND_SIGMA)
+    removed = max(hazard * (hazard - z), 1e-6)  # share of the variance that the cut removes
+    return Point(place, max(mean + sigma / (hazard - z), lower_bound), sigma * math.sqrt(1 / removed - 1))
 
 
 _MOST_SIGMAS = 6.0  # beyond them the bound itself is the value
-_BOUND_SIGMA = 0.03
 
 # -- all quantities ----------------------------------------------------------------------------------------------------
 
@@ -278,8 +283,8 @@ class Belief:
         return self._prepared.memory.host if self.hardware.device == "cuda" else None
 
     def table(self) -> Table:
-        """Return the predictor's table, corrected by all observations."""
-        table = self.predictor.prepared_table(self._prepared)
+        """Return the predictor's table with its calibrated constants. The belief itself learns what these leave."""
+        table = self.predictor.of_constants().prepared_table(self._prepared)
         # an inaccurate predictor may correct a peak to less than zero
         needed = np.nan_to_num(table.needed, nan=float(self.hardware.ceiling_bytes))
         return dataclasses.replace(table, needed=np.maximum(needed, 1.0))

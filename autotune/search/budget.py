@@ -91,7 +91,7 @@ class Budget:
     @property
     def verification_seconds(self) -> float:
         """Expected seconds for verification of the best candidate: a start, whole steps, and a save of the weights."""
-        measuring = max(5 * self._step_seconds, self.verify_spec.min_seconds)
+        measuring = max(self.verify_spec.min_steps * self._step_seconds, self.verify_spec.min_seconds)
         expected = SLACK * (self._startup_seconds + measuring + self._save_seconds)
         verified = [record.outcome for record in self._look().trials_now if record.role == VERIFY]
         took = [outcome.seconds for outcome in verified if outcome is not None and outcome.ok]
@@ -159,12 +159,6 @@ class Budget:
         verifying = due * self.verification_seconds
         whole = verifying + self.resume_seconds
         return whole if whole <= most else min(most, verifying)
-
-    @property
-    def least_trial_seconds(self) -> float:
-        """Seconds of the shortest trial that starts an engine; 0 before the first start."""
-        seconds = [outcome.outside_seconds for outcome in self._starts.values()]
-        return min(seconds) + 1.0 if seconds else 0.0
 
     @property
     def time_for_another(self) -> bool:

@@ -22,7 +22,6 @@ from autotune.util.units import counted, format_bytes, format_change
 RIVAL_SHARE = 0.05
 # share of speed that a winner may lose for a peak that is lower by more than this share, if the intervals overlap
 SPEED_FOR_MEMORY = 0.03
-DRIFT = 1.25  # ratio of two speeds of the winner from which the verdict says that the machine's speed has changed
 NOT_VERIFIED = "not verified"
 
 Measured = tuple[int, Measurement]  # (trial number, measurement)
@@ -299,38 +298,38 @@ class Leaderboard:
         return None
 
     def next_to_repeat(self) -> Candidate | None:
-        """Return which of the two fastest verified candidates to measure again, in the order A, B, A.
+        """Return the verified candidate to measure again, which shows the machine's drift; None if one was repeated.
 
-        Alternating measurements distribute the machine's drift equally.
-
-        Returns:
-            None if this is done, or if one candidate is clearly faster.
+        It is the fastest, or an earlier one that is as fast within RIVAL_SHARE. The order A, B, A distributes the drift equally.
         """
         passing = self._passing(self._now)
-        ranked = sorted(passing, key=lambda c: passing[c].samples_per_second, reverse=True)[:2]
-        if self.incumbent is not None or len(ranked) < 2:
+        if self.incumbent is not None or any(len(self._turns[self._now, one]) > 1 for one in passing):
             return None
-        first, second = (passing[candidate].samples_per_second for candidate in ranked)
-        if second < (1 - RIVAL_SHARE) * first or sum(len(self._turns[self._now, one]) for one in ranked) > 2:
-            return None
-        return min(ranked, key=list(passing).index)
+        near = (1 - RIVAL_SHARE) * max((one.samples_per_second for one in passing.values()), default=0.0)
+        return next((one for one, measured in passing.items() if measured.samples_per_second >= near), None)
 
     # -- comparison --------------------------------------------------------------------------------------------------
 
     def ratio(self, winner: Candidate | None, other: Candidate) -> SpeedRatio | None:
         """Return the winner's speed divided by another's, from the latest call that measured both alike.
 
-        Only measurements of one call and one role are compared. Verifications are longer and come first.
+        Only measurements of one call and one role are compared. Verifications are longer and come first. The winner's change
+        of speed from the search to its verification is noise of speeds in the search.
 
         Returns:
             None if no call has measured both alike, or if they are the same.
         """
         if winner is None or winner == other:
             return None
-        for place in sorted(self._means, key=lambda place: (place[0] == VERIFY, place[1]), reverse=True):
-            here = self._means[place]
+        for role, call in sorted(self._means, key=lambda place: (place[0] == VERIFY, place[1]), reverse=True):
+            here = self._means[role, call]
             if winner in here and other in here:
-                return SpeedRatio.of(here[winner], here[other])
+                ratio = SpeedRatio.of(here[winner], here[other])
+                again = self._means.get((VERIFY, call), here).get(winner, here[winner])
+                drift = SpeedRatio.of(again, here[winner]).times
+                return dataclasses.replace(
+                    ratio, low=ratio.low * min(drift, 1 / drift), high=ratio.high * max(drift, 1 / drift)
+                )
         return None
 
     def verification(self, winner: Candidate, tuner: str | None) -> Measurement | None:
@@ -388,14 +387,15 @@ def allocated_bytes(measured: Measurement) -> int:
 def averaged(measurements: list[Measurement]) -> Measurement:
     """Merge measurements of one candidate: mean speed, highest peak, lowest clock and all clock limits.
 
-    Other values come from the latest measurement.
+    The difference of the speeds is noise of the mean. Other values come from the latest measurement.
     """
-    step_seconds = sum(one.step_seconds for one in measurements) / len(measurements)
-    latest = measurements[-1]
+    times = [one.step_seconds for one in measurements]
+    step_seconds, latest = statistics.fmean(times), measurements[-1]
     scale = latest.step_seconds / step_seconds
     return dataclasses.replace(
         latest,
         step_seconds=step_seconds,
+        step_seconds_spread=math.hypot(latest.step_seconds_spread, max(times) - min(times)),
         samples_per_second=latest.samples_per_second * scale,
         tokens_per_second=latest.tokens_per_second * scale,
         peak_bytes=max(one.peak_bytes for one in measurements),
@@ -751,10 +751,6 @@ class StudyFacts:
                 f"{format_change(ratio.times - 1)} against the next best{beyond} "
                 f"({self.next_best.candidate}{alike}), {slowest:.1f}x the slowest of {count} measured that fit"
             )
-            if not 1 / DRIFT < then / now < DRIFT:
-                lines.append(
-                    f"both were measured when the winner ran at {then:.4g} samples/s: the machine's speed has changed since"
-                )
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)
             why = "was measured after the winner was chosen" if rival.verified else "is not verified"

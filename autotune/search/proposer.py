@@ -18,7 +18,7 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, Belief, Forecast, Mixture, Point
+from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, TRUSTED, Belief, Forecast, Mixture, Point
 from autotune.search.pruning import CandidatePool, DominanceRules, numbered
 from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, speed_left
 from autotune.util.units import format_bytes, format_percent
@@ -26,14 +26,13 @@ from autotune.util.units import format_bytes, format_percent
 # -- proposer ----------------------------------------------------------------------------------------------------------
 #
 # The value of a measurement is the expected gain over the best speed, times the probability of fitting, divided by its
-# seconds. Rungs of the running engine cost no start. A search ends when no gain is worthwhile, after one look at each of
-# the two assumptions that could hide one (`Proposer._insurance`).
+# seconds. Rungs of the running engine cost no start. The gain is a mean of what the belief expects and of what measurements
+# alone do, so no agreement with the predictor hides all others. A search ends when no gain is worthwhile and a bound of the
+# speed that is left is low.
 
 WORTHWHILE = 0.25  # share of the tolerance; a smaller expected gain is ignored
-LEAST_EVIDENCE = 8  # measured candidates before a search may stop early
-SURPRISE_SIGMAS = 3.0  # error of the belief in a trial of the insurance after which the insurance starts again
+MOST_LEFT = 0.05  # share of speed by which untried candidates may be faster at the end (`Proposer.confidence`)
 CLAIM_SIGMA = 0.03  # of the best speed as a logarithm, which was measured once, and of what no knob explains
-NO_TRUST = 1e-12  # prior probability of the predictor's explanation, if measurements alone shall decide
 ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
 LEAST_SHARE_SECONDS = 5.0  # a share below holds no trial of most models
@@ -85,10 +84,9 @@ class Proposer:
         self._host_ran_out = False
         self._cannot_win: set[int] = set()  # measured candidates
         self._call = 0
-        self._insured: set[str] = set()  # assumptions tested since the last gain
-        self._tested: tuple[int, float, float, float] | None = None  # place, log speed, its sigma and chance to fit
         self._tried: set[int] = set()
         self.trial_share_seconds = math.inf  # that one trial may take in this call
+        self._left_seconds = math.inf  # of the budget, for the search
         self.stopped: Stop | None = None  # reason for the latest None of `next`
 
     @property
@@ -141,7 +139,6 @@ class Proposer:
         if not outcome.kind.is_attributable_to_candidate:
             return
         at, measured = self._index.get(candidate), outcome.measurement
-        self._judge_test(at, outcome)
         known = self.__dict__.get("_forecast")
         if known is not None and at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
             self._surprising_ooms += bool(known.fits[at] > 0.5)
@@ -153,7 +150,7 @@ class Proposer:
         if at is not None and measured is not None:
             self._peaks[at] = Point(at, math.log(measured.peak_bytes), REPEAT_PEAK)
         self.predictor.observe(candidate, outcome)
-        self._costs.observe(outcome)
+        self._costs.observe(outcome, candidate.stage)
         if at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
             capacity = float(outcome.capacity_bytes or self.hardware.capacity_bytes)
             self._ooms[at] = math.log(capacity + 0.5 * (outcome.missing_bytes or 0))
@@ -169,26 +166,9 @@ class Proposer:
             self._tried.add(at)
 
     def _note_speed(self, at: int, measured: Measurement) -> None:
-        speed, before = math.log(measured.samples_per_second), self._best
-        self._speeds[self._call, at] = Point(at, speed, REPEAT_SPEED, self._call)
-        self._forget()
+        self._speeds[self._call, at] = Point(at, math.log(measured.samples_per_second), REPEAT_SPEED, self._call)
         if measured.peak_bytes > self.hardware.ceiling_bytes:
             self._cannot_win.add(at)
-        elif before is None or speed > before + self.tolerance:
-            self._insured.clear()
-
-    def _judge_test(self, at: int | None, outcome: Outcome) -> None:
-        """Start the insurance again if a trial of it has shown that the belief was wrong there."""
-        if self._tested is None or at != self._tested[0]:
-            return
-        _, expected, sigma, chance = self._tested
-        self._tested = None
-        surprising = chance > 0.5 and outcome.kind is OutcomeKind.OOM_DEVICE
-        if outcome.measurement is not None:
-            missed = abs(math.log(outcome.measurement.samples_per_second) - expected)
-            surprising = chance < 0.5 or missed > SURPRISE_SIGMAS * sigma
-        if surprising:
-            self._insured.clear()
 
     def drop_from_best(self, candidate: Candidate) -> None:
         """Remove a measured candidate from the best ones if it cannot win, or is unlikely to.
@@ -198,8 +178,6 @@ class Proposer:
         at = self._index.get(candidate)
         if at in self._measured and at not in self._cannot_win:
             self._cannot_win.add(at)
-            self._insured.clear()
-            self._forget()
 
     def apply_verification_failure(
         self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float
@@ -254,7 +232,7 @@ class Proposer:
     @functools.cached_property
     def _forecast_of_measurements(self) -> Forecast:
         """Forecast from measurements alone, whatever is predicted."""
-        return self._forecasts(trusted=NO_TRUST)
+        return self._forecasts(trusted=0.0)
 
     def _forecasts(self, **trust: float) -> Forecast:
         speeds = [
@@ -309,6 +287,7 @@ class Proposer:
         Args:
             left_seconds: budget that the search may still use.
         """
+        self._left_seconds = left_seconds
         if math.isinf(self.trial_share_seconds):
             self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(LEAST_SHARE_SECONDS, left_seconds))
         if np.count_nonzero(self._available) == 1:  # no other trial needs the time
@@ -331,14 +310,13 @@ class Proposer:
                 return self._last_resort()
             return Proposal(self.candidates[best], "best predicted")
         if not any_allowed:
-            return self._insurance() or StopReason.ALL_TRIED.stop()
+            reachable = self._available & ~self._forecast.host_hopeless
+            return (StopReason.BUDGET_USED if reachable.any() else StopReason.ALL_TRIED).stop()
         if gain[best] >= self._worthwhile:
             return Proposal(self.candidates[best], f"expected gain {format_percent(math.expm1(gain[best]))}")
-        if len(self._measured) < LEAST_EVIDENCE:
-            note = f"little gain is expected; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
-            return Proposal(self.candidates[best], note)
-        if insurance := self._insurance():
-            return insurance
+        confidence = self.confidence()
+        if confidence is not None and confidence.left_share > MOST_LEFT:
+            return Proposal(self.candidates[best], f"{confidence.sentence}: not sure enough to end")
         if self.exhaustive:
             rungs = self._available & np.isfinite(value) & (self._family == self._family[best])
             return Proposal(self._lowest(rungs), "--exhaustive goes on")
@@ -348,26 +326,6 @@ class Proposer:
     def _worthwhile(self) -> float:
         """Least expected gain of a trial, as a logarithm."""
         return WORTHWHILE * self.tolerance
-
-    def _insurance(self) -> Proposal | None:
-        """Return a candidate that is worthwhile if the predictor explains less than it seems to.
-
-        Measurements alone give the speeds, then also the memory. Either is tested once after each gain, and again after a
-        test in which the belief was wrong.
-        """
-        best, forecast, alone = self._best, self._forecast, self._forecast_of_measurements
-        assert best is not None
-        faster = alone.speed.expected_gain(best)
-        for name, fits in (("by measurements alone", forecast.fits), ("if memory is as measured", alone.fits)):
-            gain = faster * fits
-            allowed = np.where(self._available & ~forecast.host_hopeless, gain, 0.0)
-            at = int(allowed.argmax())
-            if name not in self._insured and allowed[at] >= self._worthwhile:
-                self._insured.add(name)
-                speed = forecast.speed
-                self._tested = at, float(speed.mean[at]), float(speed.sigma[at]), float(forecast.fits[at])
-                return Proposal(self.candidates[at], f"expected gain {format_percent(math.expm1(gain[at]))} {name}")
-        return None
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """Return the next candidate for the engine that measured `current`; None if another engine is worth more.
@@ -436,12 +394,17 @@ class Proposer:
             # the first trial should fit, because it calibrates all predictions
             gain = forecast.speed.mean + FIRST_FIT * np.log(np.maximum(forecast.fits, 1e-9))
             return np.where(excluded, -np.inf, gain), gain
-        startup = np.full(len(self.candidates), self._costs.startup_seconds)
+        startup = self._costs.startup_seconds[self._stage]
         if alive is not None:
             startup[alive] = 0.0
-        seconds = self._costs.measuring_seconds(forecast.step_seconds, self._accumulation) + startup
-        gain = forecast.speed.expected_gain(best) * forecast.fits
-        return np.where(excluded, -np.inf, gain / seconds), gain
+        measuring = self._costs.measuring_seconds(forecast.step_seconds, self._accumulation)
+        excluded |= startup + measuring / 2 > self._left_seconds  # half of the steps are the least that says something
+        # Trials are where the predictor sends them, so agreement there cannot raise its probability elsewhere.
+        alone = self._forecast_of_measurements
+        fits = TRUSTED * forecast.fits + (1 - TRUSTED) * alone.fits  # the speed by the predictor is doubted
+        gain = TRUSTED * forecast.speed.expected_gain(best) * forecast.fits
+        gain += (1 - TRUSTED) * alone.speed.expected_gain(best) * fits
+        return np.where(excluded, -np.inf, gain / (startup + measuring)), gain
 
     def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:
         """Return which candidates take too long for one of the first trials, (n,); never all of the allowed ones.
@@ -454,8 +417,8 @@ class Proposer:
         longest = self._costs.measuring_seconds(slow_step, self._accumulation)
         most = self.trial_share_seconds
         if self._costs.started:
-            most -= self._costs.startup_seconds
-        return np.asarray(longest > max(most, ALIKE_SECONDS * float(longest[allowed].min())))
+            most -= self._costs.startup_seconds[self._stage]
+        return np.asarray(longest > np.maximum(most, ALIKE_SECONDS * float(longest[allowed].min())))
 
 
 def first_order_key(candidate: Candidate) -> tuple[object, ...]:
@@ -556,12 +519,12 @@ class Costs:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._starts: deque[float] = deque(maxlen=RECENT)
+        self._starts: deque[tuple[int, float]] = deque(maxlen=RECENT)  # (stage, seconds)
         self._longest_start = 0.0
         self._most_step = MOST_STEP_SECONDS
         self._slow_start = 0.0  # seconds; longest start that a tuner's time limit ended
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: Outcome, stage: int) -> None:
         """Record the duration of an attributable trial."""
         if outcome.measurement is not None:
             self._most_step = max(self._most_step, 4 * outcome.measurement.step_seconds)
@@ -570,7 +533,7 @@ class Costs:
         # studies of earlier versions do not record which trials started an engine
         started = outcome.started or outcome.outside_seconds > 1.0
         if started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
-            self._starts.append(outcome.outside_seconds)
+            self._starts.append((stage, outcome.outside_seconds))
             self._longest_start = max(self._longest_start, outcome.outside_seconds)
 
     def note_slow_start(self, outcome: Outcome) -> None:
@@ -584,9 +547,11 @@ class Costs:
         return bool(self._starts)
 
     @property
-    def startup_seconds(self) -> float:
-        """Expected seconds of an engine start, including warm-up."""
-        return float(np.median(self._starts)) if self._starts else STARTUP_SECONDS
+    def startup_seconds(self) -> Floats:
+        """Return the expected seconds of an engine start of each stage, including warm-up, (4,)."""
+        every = [seconds for _, seconds in self._starts] or [STARTUP_SECONDS]
+        of_stages = ([seconds for at, seconds in self._starts if at == stage] for stage in range(4))
+        return np.array([np.median(own or every) for own in of_stages])
 
     def measuring_seconds(self, step_seconds: Floats, accumulation: Floats) -> Floats:
         """Return the expected seconds to measure each candidate in a running engine, (n,)."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.predict.predictor import Predictor
-from autotune.problem.candidate import Candidate, samples
+from autotune.problem.candidate import Candidate, Value, samples
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import Proposal, Proposer
+from autotune.search.stopping import Stop, StopReason
+from autotune.search.trials import distribution, stored_distributions
 
+Sampler = optuna.samplers.BaseSampler
 PEAK = "peak_bytes"  # user attribute of a trial: largest memory of a rank
 
 
-class FeasibleSampler(optuna.samplers.BaseSampler):
+class FeasibleSampler(Sampler):
     """Propose the candidate with the highest expected gain per second among those that may fit.
 
     The trials of the study are all that is known. The value of a complete trial is its samples per second, over all ranks,
@@ -85,3 +89,41 @@ class FeasibleSampler(optuna.samplers.BaseSampler):
             peak_bytes=int(trial.user_attrs[PEAK]),
         )
         return Outcome(OutcomeKind.OK, measurement=measured)
+
+
+class SampledProposer(Proposer):
+    """Proposes by another of Optuna's samplers, from the trials of the study alone, until the budget ends.
+
+    Args:
+        study: with the trials so far.
+        sampler: reads speeds as values, and memory as constraints.
+        args: those of `Proposer`.
+    """
+
+    def __init__(self, study: optuna.Study, sampler: Sampler, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._study, self._sampler = study, sampler
+
+    def next_rung(self, current: Candidate) -> None:
+        """Return None: the sampler proposes each candidate."""
+
+    def _decide(self) -> Proposal | Stop:
+        """Return the available candidate that is most like the sampler's, which may be excluded or measured."""
+        places = np.flatnonzero(self._available)
+        if not len(places):
+            return StopReason.ALL_TRIED.stop()
+        copied = optuna.create_study(direction="maximize", sampler=self._sampler)
+        copied.add_trials(self._study.get_trials(deepcopy=False))
+        own = {name: distribution(name, domain.values) for name, domain in self.space.knobs.items()}
+        wanted = copied.ask({**own, **stored_distributions(copied)}).params
+        open_ones = [self.candidates[place] for place in places]
+        nearest = max(open_ones, key=lambda one: sum(_alike(one.get(name), value) for name, value in wanted.items()))
+        return Proposal(nearest, f"by {type(self._sampler).__name__}")
+
+
+def _alike(one: Value | None, other: Value) -> float:
+    """Return 1 for equal values, the ratio of two sizes, and 0 for others."""
+    if one == other:
+        return 1.0
+    sizes = [value for value in (one, other) if isinstance(value, int | float)]
+    return min(sizes) / max(sizes) if len(sizes) == 2 else 0.0

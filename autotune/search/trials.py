@@ -49,7 +49,7 @@ def begin(
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
-    parameters, kinds = optuna_parameters(candidate, space, _stored_distributions(study))
+    parameters, kinds = optuna_parameters(candidate, space, stored_distributions(study))
     create = functools.partial(optuna.trial.create_trial, state=TrialState.RUNNING, user_attrs=attributes)
     storage, which = study._storage, study._study_id
     try:
@@ -59,7 +59,7 @@ def begin(
     return optuna.Trial(study, number)
 
 
-def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
+def stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
     """Return the distributions by name, each from the first trial that has it."""
     found: dict[str, BaseDistribution] = {}
     for trial in study.get_trials(deepcopy=False):

@@ -139,13 +139,14 @@ class Tuner:
         Returns:
             The reason for the end, the winner, and whether it is verified.
         """
-        stop = self.loop.run()
+        stop, tried = self.loop.run(), -1
         while True:
             before = self.leaderboard.rejected
             winner, verified = self.verifier.run()
             learnt = self.leaderboard.rejected > before
-            goes_on = not self.loop.parallel and self.loop.why_stop() is None
+            goes_on = not self.loop.parallel and self.loop.why_stop() is None and self.loop.tried > tried
             if goes_on and (learnt or (verified and stop.reason is StopReason.BUDGET_USED)):
+                tried = self.loop.tried
                 stop = self.loop.run()
             elif verified or not learnt:
                 return stop, winner, verified
@@ -169,7 +170,7 @@ class SearchLoop:
         self.trials, self.measure_spec, self.max_trials = trials, measure_spec, max_trials
         self.executor, self._beside = executors[0], executors[1:]
         self.proposer, self.workers = trials.proposer, trials.workers
-        self._tried = 0
+        self.tried = 0
 
     @property
     def parallel(self) -> bool:
@@ -255,12 +256,11 @@ class SearchLoop:
             return StopReason.INTERRUPTED.stop()
         if self.workers.failed:
             return StopReason.WORKER_FAILED.stop()
-        if self.max_trials is not None and self._tried + len(self.workers.at_work) >= self.max_trials:
+        if self.max_trials is not None and self.tried + len(self.workers.at_work) >= self.max_trials:
             return StopReason.MAX_TRIALS.stop(count=self.max_trials)
         if trials.machine_failures >= MACHINE_FAILURES:
             return StopReason.MACHINE_FAILED_REPEATEDLY.stop(count=trials.machine_failures)
-        least = budget.least_trial_seconds if trials.leaderboard.measured else 0.0
-        return StopReason.BUDGET_USED.stop() if budget.left_seconds <= budget.reserve_seconds + least else None
+        return StopReason.BUDGET_USED.stop() if budget.left_seconds <= budget.reserve_seconds else None
 
     def _poll_peers(self) -> None:
         """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
@@ -295,7 +295,7 @@ class SearchLoop:
                 limit, measure_spec = self.proposer.trial_seconds(candidate), self._measure_spec(candidate)
                 with self.workers.unlocked():
                     outcome = session.measure(candidate, measure_spec, min(left, limit))
-            self._tried += 1
+            self.tried += 1
             outcome = self.trials.end(number, candidate, outcome, SEARCH, limit, left)
         return outcome
 
@@ -566,7 +566,7 @@ class Verifier:
         return self.leaderboard.contender()
 
     def _rival(self) -> Candidate | None:
-        """Return a candidate to measure again if two are so close that drift may decide; None if no time is left."""
+        """Return the verified candidate to measure again, which shows the machine's drift; None if no time is left."""
         if self.cancelled() or not self.budget.time_for_another:
             return None
         return self.leaderboard.next_to_repeat()

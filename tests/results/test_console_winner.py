@@ -37,11 +37,11 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     searched = [measured(0, SEARCH, 1, 400.0), measured(1, SEARCH, 2, 380.0), measured(2, SEARCH, 4, 100.0)]
     slowed = measured(3, VERIFY, 1, 300.0)  # the machine is slower by now
     hardware, second = detect("cpu", 2), make_candidate(0, 2)
-    last, pace = verdict(slowed, [*searched, slowed])[-2:]
-    assert pace == "  both were measured when the winner ran at 400 samples/s: the machine's speed has changed since"
-    assert (
-        last
-        == f"  +5.3 % against the next best ({second}: 400 against 380 samples/s, measured alike), 4.0x the slowest of 3 measured that fit"
+    tied, last = verdict(slowed, [*searched, slowed])[-2:]
+    assert tied == f"  tied with 1 other (difference below noise): {second}; chosen because it measured fastest"
+    assert last == (
+        f"  +300.0 % against the next best that is not tied ({make_candidate(0, 4)}: 400 against 100 samples/s, measured alike), "
+        "4.0x the slowest of 3 measured that fit"
     )
     displaced = measured(4, VERIFY, 2, 290.0)
     last = verdict(slowed, [*searched, slowed, displaced])[-1]
@@ -89,7 +89,7 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
     assert facts.winner.outcome is not None
     assert facts.winner.outcome.measurement is not None
     assert facts.winner.outcome.measurement.samples_per_second == pytest.approx(98.95, abs=0.1)
-    assert facts.next_best is not None
+    assert [rival.candidate for rival in facts.tied] == [second.candidate], "the turns differ by more"
     apart = [replace(one, tuner=tuner) for one, tuner in zip((first, second, again), ("a", "a", "b"), strict=True)]
     apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate(apart, 1)]
     facts = StudyFacts(apart, make_job(), detect("cpu", 2), winner=2)

@@ -97,9 +97,23 @@ def test_oom_raises_the_peak_of_similar_candidates() -> None:
     assert after.probability_below(capacity)[-1] < before.probability_below(capacity)[-1]
 
 
-@pytest.mark.parametrize(("bound", "mean"), [(0.0, 5.0), (0.0, 0.0), (100.0, 0.0)])
-def test_bound_far_from_the_belief_is_finite(bound: float, mean: float) -> None:
-    assert max(bound, mean) <= above(bound, mean, 0.1, 0).value < max(bound, mean) + 0.1
+@pytest.mark.parametrize(("bound", "mean", "least"), [(0.0, 5.0, 10.0), (0.0, 0.0, 0.05), (100.0, 0.0, 0.0)])
+def test_bound_below_the_belief_says_nothing_and_one_above_is_the_value(
+    bound: float, mean: float, least: float
+) -> None:
+    found = above(bound, mean, 0.1, 0)
+    assert max(bound, mean) <= found.value < max(bound, mean) + 0.2
+    assert least <= found.sigma < math.inf
+
+
+def test_belief_of_a_candidate_becomes_the_one_cut_at_its_bound() -> None:
+    mean, sigma, bound = 0.3, 0.2, 0.4
+    point = above(bound, mean, sigma, 0)
+    precision = 1 / sigma**2 + 1 / point.sigma**2
+    drawn = np.random.default_rng(0).normal(mean, sigma, 400_000)
+    cut = drawn[drawn > bound]
+    assert (mean / sigma**2 + point.value / point.sigma**2) / precision == pytest.approx(cut.mean(), rel=0.01)
+    assert precision**-0.5 == pytest.approx(cut.std(), rel=0.02)
 
 
 def test_expected_gain_is_that_of_a_normal_distribution() -> None:

@@ -11,14 +11,13 @@ from autotune.search.proposer import MOST_STEP_SECONDS, STARTUP_SECONDS, Costs
 from tests.conftest import make_candidate, make_job
 
 
-def test_a_short_start_counts_and_a_slow_rung_does_not() -> None:
+def test_starts_of_the_own_stage_count_before_all_and_a_slow_rung_does_not() -> None:
     costs = Costs(make_job())
-    assert costs.startup_seconds == STARTUP_SECONDS
-    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.6, started=True))
-    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.4))
-    assert costs.startup_seconds == 0.6
-    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=9.0))  # of a study that does not say
-    assert costs.startup_seconds == pytest.approx((0.6 + 9.0) / 2)
+    assert costs.startup_seconds.tolist() == [STARTUP_SECONDS] * 4
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.6, started=True), 0)
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.4), 0)
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=9.0), 3)  # of a study that does not say
+    assert costs.startup_seconds == pytest.approx([0.6, 4.8, 4.8, 9.0])
 
 
 def test_no_estimate_gives_a_trial_the_whole_budget() -> None:
@@ -26,7 +25,7 @@ def test_no_estimate_gives_a_trial_the_whole_budget() -> None:
     assert costs.limit_seconds(candidate, 1e6, 1.0) == costs.limit_seconds(candidate, MOST_STEP_SECONDS, 1.0) < 3 * 3600
     assert costs.limit_seconds(candidate, 1e6, 2.0) > costs.limit_seconds(candidate, 1e6, 1.0)
     slow = Measurement(1000.0, 1.0, 3, 1.0, 1.0, 1)
-    costs.observe(Outcome(OutcomeKind.OK, measurement=slow))
+    costs.observe(Outcome(OutcomeKind.OK, measurement=slow), 0)
     assert costs.limit_seconds(candidate, 1e6, 1.0) > 40_000, "one has shown that steps are long here"
 
 
@@ -42,7 +41,7 @@ def test_what_a_limit_ended_while_it_started_raises_all_limits() -> None:
     costs, candidate = Costs(make_job()), make_candidate(0, 1)
     before = costs.limit_seconds(candidate, 0.1, 1.0)
     assert costs.limit_seconds(candidate, 0.1, 2.0) == pytest.approx(2 * before)
-    costs.observe(Outcome(OutcomeKind.TIMEOUT, Phase.STEP, source=Source.LIMIT, seconds=500.0))
+    costs.observe(Outcome(OutcomeKind.TIMEOUT, Phase.STEP, source=Source.LIMIT, seconds=500.0), 0)
     assert costs.limit_seconds(candidate, 0.1, 1.0) == before, "it had started"
-    costs.observe(Outcome(OutcomeKind.TIMEOUT, Phase.INIT, source=Source.LIMIT, seconds=500.0))
+    costs.observe(Outcome(OutcomeKind.TIMEOUT, Phase.INIT, source=Source.LIMIT, seconds=500.0), 0)
     assert costs.limit_seconds(candidate, 0.1, 1.0) > 1500

@@ -358,7 +358,8 @@ def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(
     assert "the machine failed 3 times in a row" in result.stop_sentence
     assert result.winner is not None
     assert not result.verified
-    assert sum(r.outcome.ok for r in store.records() if r.outcome) == 3
+    kept = [r.outcome.kind for r in store.records() if r.outcome]
+    assert len([kind for kind in kept if kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE)]) == 3
 
 
 @pytest.mark.few(1)
@@ -700,11 +701,6 @@ def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     verified(rival, 1.08)
     assert leaderboard.next_to_repeat() is None
     assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
-    slow = Board(replay_table.hardware())
-    leaderboard = slow
-    verified(fastest, 1.0)
-    verified(rival, 1.2)
-    assert slow.next_to_repeat() is None, "one is clearly faster"
 
 
 def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choose(replay_table: ReplayTable) -> None:
@@ -745,6 +741,7 @@ def test_turns_keep_the_lowest_clock_and_all_that_limited_one() -> None:
 
     of_all = averaged([turn(1200, "power cap"), turn(None), turn(1900, "sync boost", "power cap")])
     assert (of_all.sm_clock_mhz, of_all.clock_limits) == (1200, ["power cap", "sync boost"])
+    assert averaged([turn(None), dataclasses.replace(turn(None), step_seconds=1.4)]).step_seconds_spread > 0.4
     none = averaged([turn(None), turn(None)])
     assert (none.sm_clock_mhz, none.clock_limits) == (None, [])
 
@@ -766,12 +763,14 @@ def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(replay_tab
     assert leaderboard.contender() is None, "one such rival is enough, and none is faster than what has passed"
 
 
-def test_two_verified_candidates_take_turns_only_if_neither_is_clearly_faster(replay_table: ReplayTable) -> None:
-    for speed, turn in ((50.0, None), (109.0, make_candidate(0, 1))):
-        leaderboard = Board(replay_table.hardware())
-        of_peak(leaderboard, make_candidate(0, 1), 110.0, 500)
-        of_peak(leaderboard, make_candidate(0, 2), speed, 500)
-        assert leaderboard.next_to_repeat() == turn
+@pytest.mark.parametrize(("speed", "turn"), [(50.0, 1), (109.0, 1), (111.0, 1), (150.0, 2)])
+def test_the_fastest_or_an_earlier_one_that_is_close_is_verified_again(
+    replay_table: ReplayTable, speed: float, turn: int
+) -> None:
+    leaderboard = Board(replay_table.hardware())
+    of_peak(leaderboard, make_candidate(0, 1), 110.0, 500)
+    of_peak(leaderboard, make_candidate(0, 2), speed, 500)
+    assert leaderboard.next_to_repeat() == make_candidate(0, turn)
 
 
 def test_the_least_bytes_of_a_failed_verification_deprioritize_a_stage(replay_table: ReplayTable) -> None:
@@ -872,7 +871,7 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(re
     assert first.winner is not None
     assert second.winner is not None
     assert second.winner.candidate == best
-    assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 2
+    assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 4, "twice in each call"
 
 
 def test_speeds_of_earlier_calls_follow_what_two_calls_verified(replay_table: ReplayTable) -> None:
