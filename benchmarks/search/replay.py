@@ -221,7 +221,7 @@ def write_replay_table(path: Path, facts: dict[str, Any], rows: dict[Candidate, 
 def read_value(name: str, word: str) -> Value:
     """Return a knob's value from a table cell."""
     value_type = KNOBS[name].kind if name in KNOBS else None
-    if word in ("True", "False", "true", "false") and value_type in (bool, None):
+    if word in ("True", "False", "true", "false") and not isinstance(value_type, tuple):
         return word.lower() == "true"
     if value_type is Lora:
         return knob_value(KNOBS[name], word)
