@@ -87,7 +87,7 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt $(VENV)/.installed
 RAY := .venv-ray
 cluster-tests: setup $(RAY)/.installed
 	.ci/programs
-	$(BIN)/python -m pytest -n 0 -rs tests/executors/cluster tests/search/test_storage_servers.py tests/search/test_heartbeat.py \
+	$(BIN)/python -m pytest -n 0 -rs --junitxml="$(JUNIT)" tests/executors/cluster tests/search/test_storage_servers.py tests/search/test_heartbeat.py \
 		tests/commands/test_run_several_tuners.py
 
 $(RAY)/.installed: constraints.txt $(VENV)/.installed
