@@ -557,6 +557,10 @@ class Options(BaseModel):
     out: Annotated[
         _File | None, Option("File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run", metavar="PATH")
     ] = None
+    yes: Annotated[
+        bool,
+        Option("No effect: nothing is asked. Commands of other tools pass it.", Panel.OUTPUT, "run", in_python=False),
+    ] = False
     as_json: Annotated[bool, Option("Print one JSON object on stdout.", Panel.OUTPUT, in_python=False)] = False
     log_file: Annotated[
         _File | None,
