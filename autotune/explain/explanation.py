@@ -31,7 +31,7 @@ class Explanation:
 
     what: str  # ran out, or went wrong
     tensor: str = ""
-    holds: str = ""  # what a GPU or a node holds besides
+    holds: str = ""  # contents of a GPU or a node
     change: str = ""
     useless: str = ""  # what cannot help
     next: str = ""  # what to type
@@ -159,7 +159,7 @@ def _command(training: Training) -> str:
 
 # -- memory table ------------------------------------------------------------------------------------------------------
 
-_ADAPTER_SHARE = 0.005  # of the parameters, if a log does not say how large its adapters are
+_ADAPTER_SHARE = 0.005  # share of the parameters, if a log does not say how large its adapters are
 _LENGTHS = (256, 512, 1024, 2048)  # tokens of a row, if a log does not tell
 _WORDS = {
     "zero_stage": "ZeRO stage {}",
@@ -176,7 +176,7 @@ class MemoryTable:
 
     training: Training
     predictor: Predictor
-    observed_bytes: int  # that the training had and asked for, which a prediction may miss
+    observed_bytes: int  # memory that the training had and asked for, which a prediction may miss
 
     @classmethod
     def of(cls, failure: LoggedFailure, training: Training) -> MemoryTable | None:

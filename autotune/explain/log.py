@@ -12,7 +12,7 @@ from autotune.workers.failure_classifier import FailureContext, MemorySnapshot, 
 _STACK_LINES = 120  # lines before an error that may hold its stack; those of several ranks may alternate
 _HEAD = "Traceback (most recent call last)"
 _FRAME = re.compile(r'File "([^"\n]+)", line \d+, in (\S+)|([^\s│]+\.py):\d+ in (\w+)')  # Python's and rich's
-# of launchers, Ray and rich: `[rank0]:`, `(Worker pid=7)`, `node1:`, `│`
+# prefixes of launchers, Ray and rich: `[rank0]:`, `(Worker pid=7)`, `node1:`, `│`
 _PREFIX = re.compile(
     r"^(?:\[rank\d+\]:|\(\w+ pid=\d+[^)]*\)|│|(?![\w.]*(?:Error|Exception):)[\w.-]+:(?= +(?:File|Trace|[\w.]+Error\b)))\s?"
 )
@@ -34,9 +34,9 @@ class LoggedFailure:
     kind: OutcomeKind | None  # None: an exception that says nothing of memory, machine or config
     text: str  # the line of the error
     frames: tuple[str, ...] = ()  # "file function code", outermost first
-    phase: Phase | None = None  # of a trial, which is known without its frames
+    phase: Phase | None = None  # phase of a trial, which is known without its frames
     killed: bool = False  # SIGKILL, by the kernel for want of main memory as far as a log can tell
-    collective: str = ""  # of NCCL, that a rank did not join: fields of its WorkNCCL
+    collective: str = ""  # fields of the WorkNCCL that a rank did not join
     waited_seconds: float = 0.0  # for that collective
 
     @property

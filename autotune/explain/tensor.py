@@ -49,8 +49,8 @@ class Tensor:
     stages: Sequence[int] = (0, 1, 2, 3)
     remedy: str = ""  # the change that helps, and its cost; empty: what the memory table finds
     of_batch: bool = False  # its size depends on the batch
-    before_batch: bool = False  # it is there before any batch, or in each step whatever the batch
-    of_optimizer: bool = False  # it is on the host if the optimizer is offloaded
+    before_batch: bool = False  # True if it exists before any batch, or in each step whatever the batch
+    of_optimizer: bool = False  # True if it is on the host when the optimizer is offloaded
 
     def possible(self, training: Training, place: str) -> bool:
         """Check that a training at this place may allocate it."""
@@ -65,7 +65,7 @@ class FoundTensor:
 
     tensor: Tensor
     asked_bytes: int
-    formula: str  # of its size; empty: only the stack names the tensor
+    formula: str  # formula of its size; empty: only the stack names the tensor
 
     @property
     def size_text(self) -> str:

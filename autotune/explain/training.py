@@ -33,7 +33,7 @@ class Training:
     tokens: int | None = None  # of a row
     checkpointing: bool = False
     precision: str = "bf16"
-    config: dict[str, Any] = field(default_factory=dict)  # of DeepSpeed; empty if nothing is shown of it
+    config: dict[str, Any] = field(default_factory=dict)  # DeepSpeed config; empty if nothing is shown of it
 
     @property
     def of_model(self) -> int | None:

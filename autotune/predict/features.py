@@ -219,7 +219,7 @@ def columns_of(
         many_lengths=(packed == 0) * (expandable == 0) * float(len(job.lengths) > 1),
         tokens=np.where(packed > 0, float(job.seq_len), tokens),
         accumulated=accumulated,
-        # Under sequence parallelism gradients have a key of their own (engine.py, `_configure_distributed_model`).
+        # Under sequence parallelism gradients have their own key (engine.py, `_configure_distributed_model`).
         communicated=widths("communication_data_type") if job.sequence_ranks == 1 else widths(SEQUENCE_GRADIENTS, 4.0),
         master=np.where(job.plain, 0.0, np.where(low_masters, 2.0, 4.0)),
         state_share=np.where(job.plain, job.trained_bytes / 4, np.where(low_states, 0.5, 1.0)),

@@ -38,7 +38,7 @@ from autotune.util.units import GIB, MIB
 # on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without
 # 16-bit instructions are several times slower in them, and the priors of CPU ranks allow for that.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
-# glibc maps each block of more than 32 MiB anew (mallopt, M_MMAP_THRESHOLD), and the kernel zeroes each page when it is first
+# glibc maps each block of more than 32 MiB again (mallopt, M_MMAP_THRESHOLD), and the kernel zeroes each page when it is first
 # touched. A loss of 192 MiB in such blocks took 0.09 s of the kernel's time in a virtual machine (AMD EPYC, pages of 4 KiB).
 MAPPED_BYTES, TOUCHED_GB_PER_S = 32 * MIB, 2.1
 # Share of a loss in its largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).

@@ -84,8 +84,8 @@ class Moments:
     names: tuple[str, ...]
     checkpointing: Floats  # 0 or 1 of a pass with or without it
     fixed: Floats  # bytes of activations
-    each: Floats  # the same per sequence
-    again_fixed: Floats  # the same two if all layers are checkpointed, at the largest moment of this part of the pass
+    each: Floats  # bytes of activations per sequence
+    again_fixed: Floats  # both if all layers are checkpointed, at the largest moment of this part of the pass
     again_each: Floats
     made: Floats  # elements whose gradients exist
     used: Floats  # bytes of parameters that the running module uses

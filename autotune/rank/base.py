@@ -273,7 +273,7 @@ class BaseRank(ABC):
         # A script may have set a default dtype of 16 bits and a default device.
         value = self.torch.tensor(seconds, dtype=self.torch.float64, device=self.own_device.torch_device())
         operator = getattr(self.torch.distributed.ReduceOp, operation)
-        # DeepSpeed's own group: a communicator of the default group, in which no engine trains, would take memory of its own
+        # DeepSpeed's own group: a communicator of the default group, in which no engine trains, would take memory
         group = getattr(sys.modules.get("deepspeed.utils.groups"), "_WORLD_GROUP", None)
         self.torch.distributed.all_reduce(value, op=operator, group=group)
         return [float(one) for one in value.tolist()]
@@ -466,7 +466,7 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 #
 # Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second a thread samples the
 # stacks of the main thread and of torch's own threads, and reports to the parent whether they have changed. The stacks of a
-# rank that hangs do not change. On GPUs autograd runs a backward, with its collectives, in a thread of its own.
+# rank that hangs do not change. On GPUs autograd runs a backward, with its collectives, in another thread.
 
 BEAT_SECONDS = 1.0
 # Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.

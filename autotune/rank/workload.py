@@ -195,7 +195,7 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
         yield from (to_device(batch, device) for batch in pool[first:])
 
 
-_POOL_STEPS = 4  # optimizer steps with rows of their own
+_POOL_STEPS = 4  # optimizer steps with distinct rows
 _POOL_ROWS = 256  # rows of a rank if its steps may have any number
 _POOL_BYTES = {"cuda": 32 * MIB, "cpu": MIB}  # of host memory, which is a CPU rank's device memory, too
 

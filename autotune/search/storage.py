@@ -227,7 +227,7 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
 def _check_empty(path: Path) -> None:
     """Raise a UserError if a file of size 0 is one of the kernel's, such as /proc/self/mem, and no new study."""
     try:
-        # another process may have begun a study in it meanwhile
+        # another process may have begun a study in it
         new = not bounded_bytes(path, 1) or path.stat().st_size
     except OSError as error:
         new = isinstance(error, PermissionError)  # reported by the caller
