@@ -31,8 +31,10 @@ def train(
     path = os.pathsep.join(filter(None, [str(_AT_THEIR_END), environment.get("PYTHONPATH")]))
     ops = {FOLDER: str(own_folder("cpu"))}
     env = {**ops, **environment, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **(variables or {})}
-    program = Path(sys.executable).with_name(words[0])
-    if program.exists():  # the first line of a program below a folder with a space names no file
+    program = Path(sys.executable).parent / words[0]
+    if program.is_file() and not program.samefile(
+        sys.executable
+    ):  # the first line of a program below a folder with a space names no file
         words = [sys.executable, str(program), *words[1:]]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
