@@ -40,6 +40,7 @@ from autotune.search.storage import (
 )
 from autotune.search.trials import (
     ABANDONED,
+    DIED,
     NO_CALL,
     OUTCOME,
     REFERENCE,
@@ -304,7 +305,7 @@ class StudyStore:
                     record_heartbeat(trial)
 
     def peers(self) -> list[str]:
-        """Return the tuners that run the trials of a shared study, without this one."""
+        """Return the peer tuners that run trials now."""
         return sorted({record.tuner for record in self.news(())[1] if record.tuner is not None})
 
     def _set(self, key: str, value: Any) -> None:
@@ -421,7 +422,7 @@ class StudyStore:
         with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
             if not store_outcome(self.study, trial, outcome, self.hardware):
                 # A peer tuner closed the trial because it missed the heartbeats. The outcome is stored as a new trial.
-                was = next(record for record in self.records() if record.number == number)
+                was = self.record(number)
                 trial = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuner)
                 store_outcome(self.study, trial, outcome, self.hardware)
         for callback in self._callbacks:
@@ -445,7 +446,7 @@ class StudyStore:
         if not self.shared:
             for trial in running:
                 stored = trial.user_attrs.get(OUTCOME)
-                outcome = ABANDONED if stored is None else Outcome.from_json(stored)
+                outcome = DIED if stored is None else Outcome.from_json(stored)
                 tell(self.study, optuna.Trial(self.study, trial._trial_id), outcome, self.hardware)
             return sum(record_of(one) is not None and OUTCOME not in one.user_attrs for one in running)
         for trial in running:
@@ -468,7 +469,7 @@ class StudyStore:
             Ended trials, and running trials.
         """
         self.close_interrupted()
-        found = [one for one in self.records() if one.number not in known and one.number not in self._open]
+        found = [one for one in self.records() if one.tuner != self.tuner and one.number not in known]
         return [one for one in found if one.outcome is not None], [one for one in found if one.outcome is None]
 
     # -- calls -------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ def test_a_trial_without_heartbeats_is_closed_and_its_candidate_tried_again(shar
         assert again is not None
         mine.finish(again, OK)
         theirs.finish(number, OK)  # it lived: its measurement is kept
+        assert not theirs.news([number, again])[0]
         assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {
             OutcomeKind.OK: 2,
             OutcomeKind.INTERRUPTED: 1,
