@@ -74,7 +74,7 @@ class Budget:
     def _due(self) -> int:
         """Verifications that the search leaves time for: of the best, and of an earlier call's winner.
 
-        None before the first candidate of a script whose own config alone is measured: that candidate is worth more.
+        0 before the first candidate of a script whose own config alone is measured: that candidate is worth more.
         """
         board = self._look()
         if board.measured.keys() == {self._own} and not board.trials_now:

@@ -775,8 +775,8 @@ class Certifier:
     def __init__(self, job: Job) -> None:
         self._job = job
         script = job.script
-        self._own = own_candidate(script) if script is not None and script.profile.is_known else None
-        self._reference: TrainingTrace | None = None  # trace of `_own`
+        self.own = own_candidate(script) if script is not None and script.profile.is_known else None
+        self._reference: TrainingTrace | None = None  # trace of `own`
 
     @classmethod
     def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
@@ -792,9 +792,9 @@ class Certifier:
         trace, reference = outcome.trace, self._reference
         if trace is None or role == RESUME or not self._is_whole(candidate, trace):
             return
-        if self._own is None:
-            self._own = candidate
-        if candidate != self._own:
+        if self.own is None:
+            self.own = candidate
+        if candidate != self.own:
             return
         if reference is None:
             self._reference = trace
@@ -809,16 +809,16 @@ class Certifier:
         """Return the verdict on a candidate's trace."""
         if trace is None or not self._is_whole(candidate, trace):
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
-        if self._reference is None or self._own is None:
+        if self._reference is None or self.own is None:
             whose = "the reference" if self._job.script is None else "your own config"
             return Certificate(Verdict.NOT_COMPARED, f"{whose} was not measured")
-        return compare(self._reference, self._own, trace, candidate, is_users=self._job.script is not None)
+        return compare(self._reference, self.own, trace, candidate, is_users=self._job.script is not None)
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
         self.learn(candidate, outcome, role)
         measured = outcome.measurement
-        if measured is None or role == RESUME or candidate == self._own or outcome.trace is None:
+        if measured is None or role == RESUME or candidate == self.own or outcome.trace is None:
             return outcome
         found = self.certificate(candidate, outcome.trace)
         if found.verdict is not Verdict.DIFFERS:
@@ -835,7 +835,7 @@ class Certifier:
 
     def shares_cause(self, candidate: Candidate, outcome: Outcome) -> Callable[[Candidate], bool]:
         """Return a test for candidates that train otherwise for the same reason as this one."""
-        own, cause = self._own, outcome.trains_otherwise
+        own, cause = self.own, outcome.trains_otherwise
         if own is not None and cause == MICRO_BATCH:
             return lambda other: other.micro_batch != own.micro_batch
         if own is not None and cause == ACCUMULATION:

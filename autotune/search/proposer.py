@@ -176,7 +176,7 @@ class Proposer:
         Gains are then computed against the best of the rest. The candidate stays open if it was (`close_candidate`).
         """
         at = self._index.get(candidate)
-        if at in self._measured and at not in self._cannot_win:
+        if at in self._measured:
             self._cannot_win.add(at)
 
     def apply_verification_failure(
@@ -227,14 +227,14 @@ class Proposer:
 
     @functools.cached_property
     def _forecast(self) -> Forecast:
-        return self._forecasts()
+        return self._forecasts(TRUSTED)
 
     @functools.cached_property
     def _forecast_of_measurements(self) -> Forecast:
         """Forecast from measurements alone, whatever is predicted."""
-        return self._forecasts(trusted=0.0)
+        return self._forecasts(0.0)
 
-    def _forecasts(self, **trust: float) -> Forecast:
+    def _forecasts(self, trusted: float) -> Forecast:
         speeds = [
             Point(point.place, point.value, point.sigma, self._call - point.call) for point in self._speeds.values()
         ]
@@ -245,7 +245,7 @@ class Proposer:
             {at: least for at, least in self._ooms.items() if at not in self._peaks},
             self._limit_bytes,
             host_ran_out=self._host_ran_out,
-            **trust,
+            trusted=trusted,
         )
 
     def skips(self) -> dict[str, int]:

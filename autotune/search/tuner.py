@@ -31,7 +31,6 @@ from autotune.problem.candidate import (
 from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.rank.ds_config import why_no_reference
-from autotune.script.profile import own_candidate
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import SearchWorkers
@@ -84,11 +83,11 @@ class Tuner:
     ) -> None:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
-        script = proposer.job.script
-        own = own_candidate(script) if script is not None and script.profile.is_known else None
+        own = Certifier(proposer.job).own
         workers = workers or SearchWorkers()
-        look = lambda: self.leaderboard  # noqa: E731
-        self.budget = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, look, own)
+        self.budget = Budget(
+            executor, proposer, verify_spec, budget_seconds, spent_seconds, lambda: self.leaderboard, own
+        )
         self.trials = TrialRecorder(store, proposer, self.budget, workers, self.observer, cancelled)
         self.loop = SearchLoop(self.trials, [executor, *beside], search_spec, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_spec)
@@ -355,10 +354,10 @@ class TrialRecorder:
         self.store.update_call(used_seconds, stop_sentence, confidence)
         return used_seconds
 
-    def poll_peers(self) -> list[Record]:
-        """Learn outcomes of peer tuners since the last poll, and return their trials."""
+    def poll_peers(self) -> None:
+        """Learn outcomes of peer tuners since the last poll."""
         if not self.store.shared:
-            return []
+            return
         ended, self.running_elsewhere = self.store.news(self.known)
         self.known.update(record.number for record in ended)
         if ended:
@@ -368,7 +367,6 @@ class TrialRecorder:
             self.observer.trial_finished(record.number, record.candidate, record.role, record.outcome)
             self._replay_outcome(record, record.outcome)
             self._drop_losers()
-        return ended
 
     def claim(self, candidate: Candidate, note: str) -> int | None:
         """Store that a trial of the search begins; return its number, None if a peer tuner is trying the candidate."""
@@ -605,8 +603,9 @@ class Verifier:
         step_seconds = self.leaderboard.measured[candidate][1].step_seconds
         limit = self.budget.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
         left = max(1.0, self.budget.left_seconds)
-        measure_spec = dataclasses.replace(self.verify_spec, share_seconds=VERIFYING_SHARE * left)
-        measure_spec = measure_spec if role == VERIFY else RESUME_SPEC
+        measure_spec = RESUME_SPEC
+        if role == VERIFY:
+            measure_spec = dataclasses.replace(self.verify_spec, share_seconds=VERIFYING_SHARE * left)
         try:
             outcome = session.measure(candidate, measure_spec, min(left, limit))
         except Unusable as error:  # a script may end early after it has loaded its previous training state
