@@ -79,7 +79,7 @@ class WorkerGroup:
         self._bytes_outside_allocator: dict[int, int] = {}  # bytes on its device, by rank
         self._signalled: set[int] = set()
         self.silence: str | None = None  # description of the missing heartbeat that ended the watch
-        self._positions: dict[int, str] = {}  # rank -> last position of its main thread
+        self._positions: dict[int, str] = {}  # rank -> last position of its threads
         self._waiting: set[int] = set()  # ranks that wait in a collective
         self._compiling: set[int] = set()  # ranks in which torch.compile is at work
         self._phase_began = time.monotonic()
@@ -445,7 +445,7 @@ class GroupPolicy:
     """Differences between the ranks of a trial and those of a training."""
 
     hello_seconds: float  # limit for all ranks to start and connect
-    # Limit without a heartbeat per phase: a message, progress of the main thread, or computing, reading or writing.
+    # Limit without a heartbeat per phase: a message, progress of a thread, or computing, reading or writing.
     silence_seconds: Callable[[Phase], float]
     settle_seconds: float  # wait after the first failure: a peer's consequential error may arrive before the cause
     may_exit: bool  # a rank may end by itself with exit code 0; a trial's ranks wait for the order
