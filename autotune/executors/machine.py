@@ -323,8 +323,6 @@ def slots(
     Raises:
         UserError: there are too few devices, or they differ.
     """
-    if parallel < 1:
-        raise UserError(f"--parallel {parallel}: expected at least 1")
     if ranks is None:
         raise UserError(f"--parallel {parallel}: say with --gpus how many devices each of the {parallel} jobs has")
     gpus = visible_gpus() if device != "cpu" else []

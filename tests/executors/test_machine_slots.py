@@ -66,7 +66,6 @@ def test_unlike_gpus_measure_unlike_things(driver: Driver, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("parallel", "ranks", "threads", "words"),
     [
-        (0, 1, "", "expected at least 1"),
         (5, 1, "", "4 CPUs hold 4 jobs of 1 rank; try --parallel 4"),
         (3, 1, "2", "4 CPUs hold 2 jobs of 1 rank with 2 threads each; try --parallel 2"),
         (2, 1, "8", "4 CPUs hold no job of 1 rank with 8 threads each"),

@@ -352,7 +352,7 @@ def main() -> None:
 
 LEAST_FREE_BYTES = 64 * 2**20  # bytes free on a disk for logs
 _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
-_ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see `ray_transport.agent_actor`
+_ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # set by `ray_transport.AgentActor`
 
 
 def _check_writable(folder: Path) -> None:

@@ -223,8 +223,8 @@ def padded(
     import torch
 
     def longer(value: Any, name: str = "") -> Any:
-        if ids is None or ids.ndim != 2 or longest <= len(ids[0]) or getattr(value, "shape", None) != ids.shape:
+        if ids is None or ids.ndim != 2 or longest <= ids.shape[1] or getattr(value, "shape", None) != ids.shape:
             return value
-        return torch.nn.functional.pad(value, (0, longest - len(ids[0])), value=_FILLERS.get(name, 0))
+        return torch.nn.functional.pad(value, (0, longest - ids.shape[1]), value=_FILLERS.get(name, 0))
 
     return tuple(map(longer, args)), {name: longer(value, name) for name, value in kwargs.items()}
