@@ -669,7 +669,7 @@ def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Ou
 class Deadlines:
     """Seconds that ranks may show no progress in a phase.
 
-    Progress is a message, a step of a main thread, computation, or I/O. Large models get additional seconds from
+    Progress is a message, a step of a thread, computation, or I/O. Large models get additional seconds from
     `size_seconds`.
     """
 

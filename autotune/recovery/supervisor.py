@@ -110,7 +110,7 @@ class Supervisor:
 
     Args:
         max_restarts: number of restarts without a newer checkpoint after which training is not restarted again.
-        silent_seconds: time without a heartbeat from any rank that counts as a hang: no message, no step of a main thread,
+        silent_seconds: time without a heartbeat from any rank that counts as a hang: no message, no step of a thread,
             nothing computed, read or written.
         convert: convert checkpoints for a rung that cannot load them directly.
         print_line: callback for one line of text to the user.
