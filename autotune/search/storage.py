@@ -588,7 +588,7 @@ for _name in (
     *("set_study_user_attr", "set_study_system_attr", "get_study_id_from_name", "get_study_name_from_id"),
     *("get_study_directions", "get_study_user_attrs", "get_study_system_attrs", "get_all_studies"),
     *("set_trial_user_attr", "set_trial_system_attr", "set_trial_intermediate_value", "set_trial_state_values"),
-    *("get_trial", "_get_trials", "_get_best_trial_id"),
+    *("get_trial", "_get_trials", "_get_best_trial_id", "record_heartbeat", "_get_stale_trial_ids"),
 ):
     setattr(ServerStorage, _name, _again(getattr(optuna.storages.RDBStorage, _name)))
 

@@ -119,14 +119,12 @@ def test_connections_that_are_cut_lose_nothing(postgres: Postgres, tmp_path: Pat
     assert [record.outcome for record in store.records()] == [OK]
 
 
-def test_what_is_cut_off_in_the_middle_is_done_again(
-    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_cut_off_in_the_middle_is_done_again(postgres: Postgres, tmp_path: Path) -> None:
     store = opened(postgres, tmp_path)
     database = store.study._storage._backend  # type: ignore[attr-defined]
     cuts = [True, True]
 
-    def cut_off(connection: object, *_: object) -> None:
+    def cut_off(*_: object) -> None:
         if cuts:  # after it was tried, before its statement
             cuts.pop()
             postgres.cut()
@@ -135,6 +133,8 @@ def test_what_is_cut_off_in_the_middle_is_done_again(
     store.note_command("autotune run")
     assert not cuts
     assert store.commands == ("autotune run",)
+    cuts.append(True)
+    database._get_stale_trial_ids(0)
 
 
 @pytest.mark.slow
