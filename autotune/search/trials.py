@@ -72,7 +72,7 @@ def withdraw(trial: optuna.Trial) -> None:
     """End a trial that a peer tuner has begun first, so that it leaves no record."""
     with suppress(UpdateFinishedTrialError):
         trial.set_user_attr(CANDIDATE, None)
-        trial.study.tell(trial, state=TrialState.FAIL)
+        trial.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
 
 def store_outcome(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> bool:
