@@ -287,15 +287,14 @@ def _with_job_file(command: str, typed: dict[str, Any]) -> dict[str, Any]:
     """
     words = typed.pop("script", [])
     found: dict[str, Any] = {}
-    if words and words[0].lower().endswith((".yaml", ".yml", ".json")):  # the others need no import
-        from autotune.commands.job_file import is_job_file, read_job
+    if words and words[0].lower().endswith((".yaml", ".yml", ".json")) and not Path(words[0]).is_dir():
+        from autotune.commands.job_file import read_job  # imports yaml
 
-        if is_job_file(words[0]):
-            path, words = Path(words[0]), words[1:]
-            given = {*typed, "script"} if words else {*typed}
-            found = read_job(path, command, given, print_line)
-            if command == "launch" and "script" in found and not {"study", "model"} & {*typed, *found}:
-                raise UserError(f"{path} names no study. Add `study: NAME` to it, or `model: NAME`.")
+        path, words = Path(words[0]), words[1:]
+        given = {*typed, "script"} if words else {*typed}
+        found = read_job(path, command, given, print_line)
+        if command == "launch" and "script" in found and not {"study", "model"} & {*typed, *found}:
+            raise UserError(f"{path} names no study. Add `study: NAME` to it, or `model: NAME`.")
     if command == "plan":
         if words:
             raise UserError(f"plan {shlex.join(words[:1])}: expected a job file, or options like --model NAME")

@@ -22,7 +22,6 @@ from autotune.masking import MASK, learn_data, masked_data
 from autotune.problem.space import compose_yaml, parse_space
 from autotune.util.bounds import display_value, read_text
 
-SUFFIXES = (".yaml", ".yml", ".json")
 _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
 
 # -- names ---------------------------------------------------------------------------------------------------------------
@@ -31,11 +30,6 @@ _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
 def options_in_files(command: str) -> dict[str, Parameter]:
     """Return the options that a job file may have for a command, by flag without dashes; `script`: the words after `--`."""
     return {flag_of(one.name).removeprefix("--"): one for one in parameters(command, in_file=True)}
-
-
-def is_job_file(word: str) -> bool:
-    """Check that a word of the command line names a job file, which need not exist."""
-    return word.lower().endswith(SUFFIXES) and not Path(word).is_dir()
 
 
 # -- read ----------------------------------------------------------------------------------------------------------------
@@ -54,10 +48,8 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     """
     text = read_text(path, f"job file {path}", _EXPECTED)
     node = _compose(text.replace("\t", "  ") if path.suffix == ".json" else text, path)  # tabs indent JSON, not YAML
-    own, every = (
-        options_in_files(command),
-        {name: one for each in COMMANDS for name, one in options_in_files(each).items()},
-    )
+    own = options_in_files(command)
+    every = {name: one for each in COMMANDS for name, one in options_in_files(each).items()}
     spellings = {spelling: name for name, one in every.items() for spelling in (name, one.name.replace("_", "-"))}
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -77,14 +69,15 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     values = {name: value for name, value in values.items() if value is not None}
     learn_data(values)
     request = request_from(values, places.__getitem__)
-    used = [name for name in values if flag_of(name).removeprefix("--") in own]
+    own_options = {one.name: one.option for one in own.values()}
+    used = [name for name in values if name in own_options]
     for name in used:
-        option, found = own[flag_of(name).removeprefix("--")].option, getattr(request, name)
+        found = getattr(request, name)
         if MASK in str(found):
             raise UserError(
                 f"{places[name]}: {MASK} stands for a secret, which no file keeps. Type {flag_of(name)} again."
             )
-        if option.is_code and found:
+        if own_options[name].is_code and found:
             line = places[name].rpartition(": ")[0]
             raise UserError(f"{line}: a job file supplies no code. Add {_as_typed(name, found)} to the command line.")
     if unused:
