@@ -280,7 +280,7 @@ def test_the_example_of_a_guide_works(name: str, at_work: Path) -> None:
     if words[0] == "launch":
         setup = launch_setup(request.model_copy(update={"study": request.script[0], "script": request.script[1:]}))
         assert StudyStore.load(str(setup.request.study)).winner
-        assert setup.script.path
+        assert setup.typed.script.path
         return
     with named_nodes(request, print) as nodes:
         if nodes is not None:

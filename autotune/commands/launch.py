@@ -85,7 +85,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str],
     else:
         training = _from_plan(setup)
     found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
-    who = f"launch of {setup.script.target}"
+    who = f"launch of {setup.typed.script.target}"
     cluster = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (
         half := wrong_batch_warning(training.job.script, training.ladder[0].candidate)
@@ -152,7 +152,7 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
 
 def _from_study(setup: LaunchSetup, store: StudyStore, print_line: Callable[[str], None]) -> _Training:
     """Return a training of the typed script under a study's winner, with the study's findings about the script."""
-    script, job = setup.script, store.job
+    script, job = setup.typed.script, store.job
     check_studys_python(store.name, store.python, setup.request.python, setup.interpreter)
     check_script(store.name, job, script.target)
     typed = setup.typed
@@ -255,7 +255,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
     plan = setup.plan
     ladder = _planned_ladder(plan, setup.request.convert)
     make_study_folder(setup.folder)
-    return _Training(dataclasses.replace(plan.job, script=setup.script), plan.hardware, ladder, setup.folder)
+    return _Training(dataclasses.replace(plan.job, script=setup.typed.script), plan.hardware, ladder, setup.folder)
 
 
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:

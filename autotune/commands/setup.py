@@ -101,8 +101,7 @@ class LaunchSetup:
     """A script to train, and the source of its configs: the request's study, or the plan for a model."""
 
     request: Request
-    typed: TypedCommand
-    script: Script  # of the command, with the request's DeepSpeed config if there is no study
+    typed: TypedCommand  # its script has the request's DeepSpeed config
     plan: PlanSetup | None  # None if a study is named
     global_batch_size: int | str | None  # samples per optimizer step, as requested, or `free`
     folder: Path | None  # of a launch without a study, not created yet
@@ -129,7 +128,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         check_out(request.out, makes_folders=True)
     batch = parse_global_batch(request.global_batch_size)
     check_executor(request.executor)
-    typed = typed_command(request, nodes, interpreter, request.ds_config) if request.script else None
+    typed = typed_command(request, nodes, interpreter) if request.script else None
     gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
     here = request.model_copy(update={"gpus": gpus})
     places = _slots(here, nodes, interpreter)
@@ -206,8 +205,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
     Raises:
         UserError: bad input.
     """
-    typed = typed_command(request, nodes, interpreter, request.ds_config)
-    script = typed.script
+    typed = typed_command(request, nodes, interpreter)
     silent_seconds = parse_duration(request.hang_timeout)
     plan = folder = None
     if request.study is not None:
@@ -224,12 +222,11 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         job = _named_job(request, hardware, interpreter)
         _whole_sequences(job, request.ds_config)
         plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
-        folder = study_folder(request.runs, f"launch-{script.name}")
+        folder = study_folder(request.runs, f"launch-{typed.script.name}")
     batch = FREE if request.global_batch_size == FREE else parse_global_batch(request.global_batch_size)
     return LaunchSetup(
         request=request,
         typed=typed,
-        script=script,
         plan=plan,
         global_batch_size=batch,
         folder=folder,
@@ -415,19 +412,16 @@ def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
 # -- command after -- --------------------------------------------------------------------------------------------------
 
 
-def typed_command(
-    request: Request, nodes: Nodes | None, interpreter: Interpreter = OWN, ds_config: Path | None = None
-) -> TypedCommand:
+def typed_command(request: Request, nodes: Nodes | None, interpreter: Interpreter = OWN) -> TypedCommand:
     """Parse the words typed after `--`, and set their variables here and on the nodes, as a shell sets them for the command.
 
     Args:
         nodes: not reached yet; they receive the script's folder, too.
-        ds_config: DeepSpeed config that takes precedence over the command's.
 
     Raises:
         UserError: see `read_command`.
     """
-    typed = read_command(request.script, request.maps, request.worst_case, ds_config, interpreter)
+    typed = read_command(request.script, request.maps, request.worst_case, request.ds_config, interpreter)
     os.environ.update(typed.variables)
     if nodes is not None:
         nodes.also_send(typed.variables)
