@@ -203,12 +203,10 @@ def _at_last_length(
     executor: Executor, script: Script, grows: Sequence[int], budget: StartupDeadline
 ) -> tuple[Outcome, dict[str, Any]] | None:
     """Return the measurement and facts of a run whose forwards are padded to the length of the data; None if it fails."""
-    pads_to = {"pads_to": grows[-1]}
-    job = dataclasses.replace(
-        executor.job, script=dataclasses.replace(script, profile=ScriptProfile.from_json(pads_to))
-    )
+    profile = ScriptProfile(pads_to=grows[-1])
+    job = dataclasses.replace(executor.job, script=dataclasses.replace(script, profile=profile))
     outcome, facts = _run_with_ops(executor, Candidate(()), "probe-last-length", budget.left_seconds, job)
-    return (outcome, {**facts, **pads_to, "grows": grows}) if outcome.ok else None
+    return (outcome, {**facts, "pads_to": grows[-1], "grows": grows}) if outcome.ok else None
 
 
 def _stored_outcome(data: dict[str, Any] | None) -> Outcome | None:
