@@ -290,7 +290,7 @@ def _with_job_file(command: str, typed: dict[str, Any]) -> dict[str, Any]:
     if words and words[0].lower().endswith((".yaml", ".yml", ".json")) and not Path(words[0]).is_dir():
         from autotune.commands.job_file import read_job  # imports yaml
 
-        path, words = Path(words[0]), words[1:]
+        path = Path(words.pop(0))
         given = {*typed, "script"} if words else {*typed}
         found = read_job(path, command, given, print_line)
         if command == "launch" and "script" in found and not {"study", "model"} & {*typed, *found}:
