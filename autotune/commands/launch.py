@@ -84,7 +84,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str],
             training = _from_study(setup, store, print_line)
     else:
         training = _from_plan(setup)
-    found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
+    found = _machines(training.hardware, setup.memory_cap_bytes, nodes)
     who = f"launch of {setup.typed.script.target}"
     cluster = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (
@@ -117,7 +117,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str],
     return summary
 
 
-def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
+def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
     """Return the hardware for the training, equal in size to the hardware for which it was tuned or planned.
 
     Memory that was reserved for another process stays reserved.
@@ -130,13 +130,9 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
             raise UserError(
                 f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each. Add {SEVERAL_MACHINES}"
             )
-        return detect(
-            tuned.device,
-            tuned.count,
-            memory_cap_bytes=memory_cap_bytes,
-            headroom=tuned.headroom,
-            interpreter=job.interpreter,
-        ).reserving(tuned.reserve_bytes)
+        return detect(tuned.device, tuned.count, memory_cap_bytes=memory_cap_bytes, headroom=tuned.headroom).reserving(
+            tuned.reserve_bytes
+        )
     if nodes.cluster is None:
         path = str(Path.cwd())
         found = nodes.reach(tuned.device, tuned.per_node, memory_cap_bytes, tuned.headroom, path, tuned.nodes)

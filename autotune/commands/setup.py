@@ -131,8 +131,8 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     typed = typed_command(request, nodes, interpreter) if request.script else None
     gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
     here = request.model_copy(update={"gpus": gpus})
-    places = _slots(here, nodes, interpreter)
-    hardware = places[0].hardware if places else _machine(here, nodes, interpreter)
+    places = _slots(here, nodes)
+    hardware = places[0].hardware if places else _machine(here, nodes)
     space = _space(request, hardware)
     if typed is not None:
         job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
@@ -177,7 +177,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
     tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
     setups = []
     for name in gpus:
-        hardware = _planned_hardware(name, request, interpreter)
+        hardware = _planned_hardware(name, request)
         job = _named_job(request, hardware, interpreter)
         if job.precision == "bf16" and not hardware.bf16:
             raise UserError(f"{hardware.name} has no bf16. Use --precision fp16.")
@@ -218,7 +218,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         ranks = ranks_asked_for(request.gpus, typed, request.device)
         # the training that is launched has no sandbox either
         request = request.model_copy(update={"gpus": ranks, "unprotected": True})
-        hardware = _machine(request, nodes, interpreter)
+        hardware = _machine(request, nodes)
         job = _named_job(request, hardware, interpreter)
         _whole_sequences(job, request.ds_config)
         plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
@@ -265,7 +265,7 @@ def _own_config(path: Path, interpreter: Interpreter, named_by: str = "--ds-conf
     return config
 
 
-def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> tuple[Slot, ...]:
+def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
     """Return the slots of `--parallel`; empty if one candidate is measured at a time."""
     if request.parallel == 1:
         return ()
@@ -276,9 +276,7 @@ def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> t
     if request.nodes is not None:
         raise UserError("--parallel cannot be combined with --nodes. Remove one of them.")
     cap, headroom = _limits(request)
-    found = slots(
-        request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter
-    )
+    found = slots(request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
     return tuple(dataclasses.replace(one, hardware=_reserving(one.hardware, request)) for one in found)
 
 
@@ -288,13 +286,13 @@ def _limits(request: Request) -> tuple[int | None, float]:
     return cap, parse_share(request.headroom or DEFAULT_HEADROOM)
 
 
-def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> Hardware:
+def _machine(request: Request, nodes: Nodes | None) -> Hardware:
     """Return this machine's devices, or those of nodes, which must have the folder of a script or of a workload's module."""
     cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return _reserving(nodes.reach(request.device, request.gpus, cap, headroom, path), request)
-    here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter)
+    here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
     return _reserving(here, request)
 
 
@@ -644,7 +642,7 @@ def study_folder(runs: Path, name: str) -> Path:
 MOST_GPUS = 4096  # over all nodes; two link rates describe larger clusters too poorly
 
 
-def _planned_hardware(name: str | None, request: Request, interpreter: Interpreter) -> Hardware:
+def _planned_hardware(name: str | None, request: Request) -> Hardware:
     """Return the request's number of the named GPU, or of the machine's own for None, in each of its nodes.
 
     The main memory is as typed, or else as measured or that of a common cloud machine.
@@ -664,7 +662,7 @@ def _planned_hardware(name: str | None, request: Request, interpreter: Interpret
     if name is None:
         if not visible_gpus():
             raise UserError("found no GPU on this machine: name one to predict for, like --gpu h100 --gpus 8")
-        found = detect("auto", gpus_per_node, headroom=headroom, interpreter=interpreter)
+        found = detect("auto", gpus_per_node, headroom=headroom)
         hardware = dataclasses.replace(found, count=count, nodes=nodes)
     else:
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)

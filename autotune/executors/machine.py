@@ -304,13 +304,7 @@ class Slot:
 
 
 def slots(
-    parallel: int,
-    device: str,
-    ranks: int | None,
-    *,
-    memory_cap_bytes: int | None = None,
-    headroom: float = 0.05,
-    interpreter: Interpreter = OWN,
+    parallel: int, device: str, ranks: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05
 ) -> tuple[Slot, ...]:
     """Divide this machine's GPUs or CPUs equally between `parallel` jobs.
 
@@ -327,11 +321,11 @@ def slots(
         raise UserError(f"--parallel {parallel}: say with --gpus how many devices each of the {parallel} jobs has")
     gpus = visible_gpus() if device != "cpu" else []
     if not gpus:
-        return _on_cpus(parallel, detect(device, ranks, headroom=headroom, interpreter=interpreter), memory_cap_bytes)
+        return _on_cpus(parallel, detect(device, ranks, headroom=headroom), memory_cap_bytes)
     if len(gpus) < parallel * ranks:
         raise _too_many(parallel, f"{len(gpus)} GPUs", ranks, len(gpus) // ranks)
     count = parallel * ranks
-    whole = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
+    whole = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
     if " + " in whole.name:
         raise UserError(
             f"--parallel {parallel}: these GPUs are unlike ({whole.name}), and so would be what they measure; choose alike ones "

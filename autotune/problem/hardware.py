@@ -35,7 +35,6 @@ from autotune.problem.nvml import (
 )
 from autotune.problem.outcome import OutcomeKind
 from autotune.util.bounds import known_fields
-from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
 
 # -- hardware ----------------------------------------------------------------------------------------------------------
@@ -205,14 +204,7 @@ def named_hardware(
     return Hardware("cuda", row.name, count, memory, None, host, row.name, headroom, row.bf16, nodes=nodes)
 
 
-def detect(
-    device: str,
-    gpus: int | None,
-    *,
-    memory_cap_bytes: int | None = None,
-    headroom: float = 0.05,
-    interpreter: Interpreter = OWN,
-) -> Hardware:
+def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
     """Detect this machine's devices; `gpus=None` takes all GPUs, or with `cpu` two ranks. Only `cpu` gives CPU ranks.
 
     Raises:

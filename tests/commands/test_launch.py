@@ -96,7 +96,7 @@ def test_variables_that_are_others_than_the_studys_are_said(
 
 def test_memory_reserved_in_the_study_stays_reserved_in_the_training() -> None:
     tuned = detect("cpu", 2).reserving(GIB)
-    found = launch._machines(make_job(), tuned, None, None)
+    found = launch._machines(tuned, None, None)
     assert found.limit_bytes == found.memory_bytes - GIB
 
 

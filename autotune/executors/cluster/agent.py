@@ -124,7 +124,7 @@ class NodeAgent:
         if python is not None:
             self._interpreter = interpreter_at(python, "--python")
         interpreter = self._interpreter
-        hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
+        hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
         if path and not Path(path).exists():
             raise UserError(f"no {path} there; expected what is trained in the same place on every node")
         for folder in (Path(tempfile.gettempdir()), cache_root()):
