@@ -111,7 +111,7 @@ def test_plan_is_the_plan_of_the_command() -> None:
     assert re.fullmatch(r"<Plan of gemma-2-2b, .*, on 2 x h100 .*: z[23] .* tokens/s>", repr(found))
     with pytest.raises(BadArgument, match=r"^global_batch_size 7 |^a global batch of 7 over 2 ranks"):
         autotune.plan(model="gemma-2-2b", gpu="h100", gpus=2, global_batch_size=7)
-    with pytest.raises(BadArgument, match=r"^host_memory 64 is 64 bytes; did you mean 64GiB"):
+    with pytest.raises(BadArgument, match=r"^host_memory: 64 is 64 bytes; did you mean 64GiB"):
         autotune.plan(model="gemma-2-2b", gpu="h100", host_memory=64)
     with pytest.raises(BadArgument, match="no option 'budget'"):
         autotune.plan(budget="5m")

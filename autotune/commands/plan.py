@@ -66,8 +66,8 @@ def plans(
 
 def fit_surely(made: Iterable[Plan], request: Request) -> bool:
     """Check that the config of a plan fits with at least the chance of `--sure`."""
-    chances = [one.best[0].chance for one in made if one.best]
-    return max(chances, default=0.0) >= parse_share(request.sure)
+    least = parse_share(request.sure)
+    return any(one.best[0].chance >= least for one in made if one.best)
 
 
 def planned_sampler(request: Request) -> FeasibleSampler:

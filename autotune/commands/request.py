@@ -26,7 +26,7 @@ from pydantic import (
 
 from autotune.errors import BadArgument, DisplayedError, ScriptFails, Unusable, UserError, did_you_mean
 from autotune.util.bounds import MOST, MOST_RANKS, display_value, invalid_reason
-from autotune.util.units import parse_duration
+from autotune.util.units import parse_duration, parse_memory, parse_share
 
 # -- values --------------------------------------------------------------------------------------------------------------
 
@@ -102,6 +102,8 @@ def _as_words(value: object) -> object:
 _Word = Annotated[str, BeforeValidator(_plain), AfterValidator(_valid)]
 _Text = Annotated[_Word, AfterValidator(_one_line), WithJsonSchema({"type": ["string", "number"]})]
 _Time = Annotated[_Text, BeforeValidator(_seconds), _read_by(parse_duration)]
+_Share = Annotated[_Text, _read_by(parse_share)]
+_Memory = Annotated[_Text, _read_by(parse_memory)]
 _Gpus = Annotated[_Text, _read_by(_gpu_names)]
 _File = Annotated[Path, AfterValidator(_valid)]
 _Texts = Annotated[list[_Word], BeforeValidator(_as_list), WithJsonSchema({"type": ["array", "string"]})]
@@ -357,11 +359,11 @@ class Options(BaseModel):
     ] = None
     device: Annotated[_Text, Option("auto, cuda or cpu.", Panel.MACHINE, "run launch", metavar="NAME")] = "auto"
     memory_cap: Annotated[
-        _Text | None,
+        _Memory | None,
         Option("Device memory that one rank may use, like 24GiB.", Panel.MACHINE, "run launch", metavar="SIZE"),
     ] = None
     reserve: Annotated[
-        _Text | None,
+        _Memory | None,
         Option(
             "Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.",
             Panel.MACHINE,
@@ -370,11 +372,11 @@ class Options(BaseModel):
         ),
     ] = None
     headroom: Annotated[
-        _Text | None,
+        _Share | None,
         Option("Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run", metavar="SHARE"),
     ] = None
     host_memory: Annotated[
-        _Text | None,
+        _Memory | None,
         Option(
             "Main memory of each machine, like 1TiB; default for a named GPU: its common cloud machine.",
             Panel.MACHINE,
@@ -384,7 +386,7 @@ class Options(BaseModel):
         ),
     ] = None
     sure: Annotated[
-        _Text,
+        _Share,
         Option(
             "Exit with code 3 if the chance that the config fits is smaller.",
             Panel.MACHINE,

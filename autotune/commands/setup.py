@@ -282,7 +282,7 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
 
 def _limits(request: Request) -> tuple[int | None, float]:
     """Return a job's limit of device memory in bytes (None: none), and the headroom as a share."""
-    cap = parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
+    cap = parse_memory(request.memory_cap) if request.memory_cap else None
     return cap, parse_share(request.headroom or DEFAULT_HEADROOM)
 
 
@@ -653,7 +653,7 @@ def _planned_hardware(name: str | None, request: Request) -> Hardware:
     gpus_per_node = request.gpus or 1
     nodes = request.nodes or 1
     _, headroom = _limits(request)
-    host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
+    host = parse_memory(request.host_memory) if request.host_memory else None
     count = gpus_per_node * nodes
     if nodes > 1 and count > MOST_GPUS:
         raise UserError(
@@ -676,7 +676,7 @@ def _reserving(hardware: Hardware, request: Request) -> Hardware:
     Raises:
         UserError: the rest of a GPU is smaller than the fixed share of every process.
     """
-    hardware = hardware.reserving(parse_memory(request.reserve, "--reserve") if request.reserve else 0)
+    hardware = hardware.reserving(parse_memory(request.reserve) if request.reserve else 0)
     if hardware.device != "cuda":
         return hardware
     taken = overhead_prior(hardware, hardware.count).mean * GIB

@@ -63,11 +63,8 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def parse_memory(text: str, what: str) -> int:
+def parse_memory(text: str) -> int:
     """Return the bytes of a device's or a machine's memory, parsed by `parse_bytes`.
-
-    Args:
-        what: name of the value in the message, like `--memory-cap`.
 
     Raises:
         UserError: the text is no size, or a bare number that is too small.
@@ -76,7 +73,7 @@ def parse_memory(text: str, what: str) -> int:
     number = text.strip().rstrip("bB").rstrip()
     if size < LEAST_MEMORY_BYTES and number.replace(".", "", 1).isdigit():
         unit = "GiB" if float(number) <= _LARGEST_DEVICE else "MiB"
-        raise UserError(f"{what} {text} is {size} bytes; did you mean {number}{unit}?")
+        raise UserError(f"{text} is {size} bytes; did you mean {number}{unit}?")
     return size
 
 

@@ -146,8 +146,8 @@ def test_the_documented_job_file_is_one(command: str, asked: Any) -> None:
 
 
 def test_anchors_and_json_are_read(asked: Any) -> None:
-    found = asked("budget: &b 1h\n<<: {gpus: 2, seed: 3}\nseed: 4\nheadroom: *b\n")
-    assert (found.headroom, found.gpus, found.seed) == ("1h", 2, 4)
+    found = asked("budget: &b 1h\n<<: {gpus: 2, seed: 3}\nseed: 4\nstudy: *b\n")
+    assert (found.study, found.gpus, found.seed) == ("1h", 2, 4)
     assert asked('{\n\t"gpus": 2,\n\t"study": "a\\/b"\n}', file="job.json").study == "a/b"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import Request
+from autotune.commands.request import Request, flag_of, request_from
 from autotune.commands.setup import plan_setups, run_setup
 from autotune.errors import UserError
 from autotune.results.output_files import check_out
@@ -85,7 +85,7 @@ def test_the_batch_of_the_own_config_is_kept_and_said(tmp_path: Path, monkeypatc
 def test_a_bare_number_is_no_memory(text: str) -> None:
     for option in ("memory_cap", "host_memory"):
         with pytest.raises(UserError, match=r"bytes; did you mean|no size|not possible"):
-            plan_setups(Request(model="tiny-llama", gpus=2, **{option: text}), ["rtx3090"])  # type: ignore[arg-type]
+            request_from({option: text}, flag_of)
 
 
 @pytest.mark.parametrize("text", ["24GiB", "34359738368", "32768MiB"])
