@@ -73,10 +73,14 @@ def explain(failure: LoggedFailure, training: Training) -> Explanation:
 
 
 def training_of(job: Job, candidate: Candidate) -> Training:
-    """Return a job under a candidate as a training."""
+    """Return a job under a candidate as a training; the sizes of a script's model are those that its probe run has seen."""
+    trained, frozen = sum(job.profile.trained), job.profile.frozen
     return Training(
         model=job.model,
-        adapters=job.lora is not None,
+        parameters=trained + frozen or None,
+        trained=trained or None,
+        adapters=job.lora is not None or frozen > 0,
+        precision=job.precision,
         ranks=job.ranks,
         micro_batch=candidate.micro_batch,
         tokens=round(job.tokens_per_sample),
@@ -160,7 +164,12 @@ def _command(training: Training) -> str:
 # -- memory table ------------------------------------------------------------------------------------------------------
 
 _ADAPTER_SHARE = 0.005  # share of the parameters, if a log does not say how large its adapters are
-_LENGTHS = (256, 512, 1024, 2048)  # tokens of a row, if a log does not tell
+_SHORT_ROWS = (
+    256,
+    512,
+    1024,
+    2048,
+)  # tokens; the longest that explains what was seen is assumed if a log does not tell
 _WORDS = {
     "zero_stage": "ZeRO stage {}",
     CHECKPOINTING: "gradient checkpointing",
@@ -185,9 +194,9 @@ class MemoryTable:
         if training.of_model is None or training.ranks is None or snapshot.total is None:
             return None
         observed = max(snapshot.own or 0, snapshot.reserved or 0) + (snapshot.asked or 0)
-        lengths = (training.tokens,) if training.tokens else _LENGTHS
         found = [
-            cls(training, _predictor(training, training.ranks, tokens, snapshot.total), observed) for tokens in lengths
+            cls(training, _predictor(training, training.ranks, tokens, snapshot.total), observed)
+            for tokens in training.lengths(_SHORT_ROWS)
         ]
         fitting = [one for one in found if one.own.needed_bytes <= observed]
         return (fitting or found[:1])[-1]

@@ -79,7 +79,7 @@ class FoundTensor:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 Sizes = Iterator[tuple[float, str]]  # possible (bytes, formula)
-_LENGTHS = tuple(2**power for power in range(9, 16))  # tokens of a row, if nothing tells
+_LENGTHS = tuple(2**power for power in range(9, 16))  # usual tokens of a row
 
 
 def _counted(widths: Iterable[int], text: str, *factors: int | None) -> Sizes:
@@ -93,7 +93,7 @@ def _whole(training: Training, widths: Iterable[int]) -> Sizes:
     """Yield the bytes of all trained parameters."""
     count = training.of_optimizer
     kind = "trained parameters" if training.trained else "parameters"
-    yield from _counted(widths, f"{format_count(count or 0).strip()} {kind}".replace("{", "").replace("}", ""), count)
+    yield from _counted(widths, f"{format_count(count or 0).strip()} {kind}", count)
 
 
 def _share(training: Training, width: int) -> Sizes:
@@ -120,13 +120,13 @@ def _weights(training: Training) -> Sizes:
 
 def _of_tokens(training: Training, text: str, key: str) -> Sizes:
     """Yield the bytes of a tensor with an element for each token and each of the sizes `key`."""
-    for tokens in (training.tokens,) if training.tokens else _LENGTHS:
+    for tokens in training.lengths(_LENGTHS):
         yield from _counted((4, 2), text, training.micro_batch or 1, tokens, training.size(key))
 
 
 def _scores(training: Training) -> Sizes:
     heads, rows = training.size("num_attention_heads"), training.micro_batch or 1
-    for tokens in (training.tokens,) if training.tokens else _LENGTHS:
+    for tokens in training.lengths(_LENGTHS):
         yield from _counted((2, 4), "{} x {} heads x {:,} x {:,} tokens", rows, heads, tokens, tokens)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from contextlib import suppress
@@ -53,6 +52,10 @@ class Training:
         """Return its config; what is unknown has DeepSpeed's default, and one row a rank."""
         batch: dict[str, Any] = {MICRO_BATCH: self.micro_batch or 1, CHECKPOINTING: self.checkpointing}
         return Candidate.of({"zero_stage": 0, **knobs_of(self.config), **batch})
+
+    def lengths(self, usual: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens of a row if they are known, or else the usual ones."""
+        return (self.tokens,) if self.tokens else usual
 
     def size(self, key: str) -> int | None:
         """Return a size in the model's configuration, or None."""
@@ -150,7 +153,9 @@ def read_training(
     name = model or _last(_MODEL, text) or ""
     spec, nominal = known_model(name, typed=model is not None)
     counted, trained = _number(_ALL, text), _number(_TRAINED, text)
-    adapters = (trained is not None and trained != counted) or _ADAPTERS.search(text) is not None
+    adapters = _ADAPTERS.search(text) is not None
+    if counted is None and not adapters:  # Trainer says how many are trained, which are all
+        counted = trained
     return Training(
         model=spec,
         parameters=counted or nominal,
@@ -178,10 +183,12 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _ranks(text: str) -> int | None:
-    """Return the number of ranks; the largest rank or GPU that is named bounds it from below."""
+    """Return the number of ranks that a log says, or of those that it names from 0 on: one GPU's number tells of no others."""
     said = [_number(_RANKS, text) or 0, (_number(_PER_NODE, text) or 0) * (_number(_NODES, text) or 1)]
-    seen = 1 + max(map(int, _RANK.findall(text)), default=0)
-    return max(*said, seen if seen > 1 else 0) or None
+    named = set(map(int, _RANK.findall(text)))
+    if len(named) > 1 and named == set(range(len(named))):
+        said.append(len(named))
+    return max(said) or None
 
 
 def _config(text: str) -> dict[str, Any]:
@@ -200,14 +207,7 @@ def _config(text: str) -> dict[str, Any]:
 
 
 def _mapping_at(text: str, start: int) -> dict[str, Any]:
-    """Return the JSON object or the Python dict that begins there; empty if there is none."""
+    """Return the JSON object that begins there, as DeepSpeed prints its config; empty if there is none."""
     with suppress(ValueError):
         return dict(json.JSONDecoder().raw_decode(text, start)[0])
-    depth = 0
-    for at in range(start, min(len(text), start + _LONGEST_CONFIG)):
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                return dict(ast.literal_eval(text[start : at + 1]))
-            break
     return {}

@@ -119,14 +119,6 @@ def has_signal_handler(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def started_at(pid: int) -> int:
-    """Return the start time of a process, in clock ticks since boot; 0 if it is gone.
-
-    Together with the process id it identifies a process, since ids are reused.
-    """
-    return int(fields[19]) if (fields := _stat(pid)) else 0
-
-
 def name_of(pid: int) -> str | None:
     """Return a process's name, in full if its command line has it; None if it is gone or another user's."""
     try:

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,26 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.explain.command import explain_log
-from autotune.explain.explanation import Explanation
+from autotune.explain.explanation import Explanation, explain_end
+from autotune.explain.training import read_training
 from tests.cli_call import call
+from tests.conftest import make_candidate, make_job
 
 CASES = Path(__file__).parents[1] / "data" / "ooms"
 ROWS: list[dict[str, Any]] = json.loads((CASES / "cases.json").read_text())
-# the kind of a tensor, by words of the thread's facts and of an explanation
+_WEIGHT = r"weight|embedding|output layer|query, key and value|parameter that stage 3"
+_DDP = r"DistributedDataParallel|gradient buckets"
+# the kind of a tensor, by words of the thread's facts, and of an explanation
 KINDS = {
     "attention": (r"attention scores|softmax of one layer|attention mask", "scores of one layer"),
     "logits": (r"logits|log-softmax", "logits"),
-    "ddp": r"DistributedDataParallel|gradient buckets",
+    "ddp": (_DDP, _DDP),
     "copy": (r"flat bf16 copy", "flat copy of all weights"),
     "share": (
         r"fp32 partition|temporary|state or temp|gradient partition|first moment",
         "32-bit tensor|temporary|moment|master",
     ),
-    "weight": r"weight|embedding|output layer|query, key and value|parameter that stage 3",
+    "weight": (_WEIGHT, _WEIGHT),
 }
 
 
@@ -50,8 +55,7 @@ def explained(file: str) -> Explanation:
 
 
 def kinds_of(text: str, at: int) -> set[str]:
-    patterns = {name: one if isinstance(one, str) else one[at] for name, one in KINDS.items()}
-    return {name for name, pattern in patterns.items() if re.search(pattern, text)}
+    return {name for name, patterns in KINDS.items() if re.search(patterns[at], text)}
 
 
 def test_most_tensors_have_their_exact_size_and_kind() -> None:
@@ -120,6 +124,19 @@ def test_a_log_alone_may_tell_model_ranks_and_stage(
     assert "3.14 GiB = 6.74 B parameters x 4 bytes / 8 ranks" in out
     assert "useless" in out
     assert len(out.splitlines()) <= 6
+
+
+def test_a_launch_is_explained_in_its_own_precision() -> None:
+    ended = "oom_device: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB"
+    jobs = (replace(make_job(), precision=one) for one in ("bf16", "fp32"))
+    assert len({str(explain_end(ended, job, make_candidate(2, 4))) for job in jobs}) == 2
+
+
+def test_what_a_log_says_is_not_taken_for_more() -> None:
+    assert read_training("GPU 5 has a total capacity of 79.3 GiB").ranks is None
+    assert read_training("[rank0]: OOM\n[rank1]: OOM").ranks == 2
+    whole = read_training("Number of trainable parameters = 1,000")
+    assert (whole.of_optimizer, whole.adapters) == (1000, False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -33,7 +32,6 @@ sandbox.enter(home, os.environ)
 exec(text)
 """
 IPC_CREATE, IPC_REMOVE = 0o1600, 0  # shmget(2), shmctl(2)
-ADD_KEY = 248 if platform.machine() == "x86_64" else 217  # add_key(2)
 BOTH = pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root mounts")
 NAMES = ["two words", "a,b", "a:b=c", "back\\slash", "new\nline", os.fsdecode(b"\xff\xfe"), "quote'\"", "ümlaut"]

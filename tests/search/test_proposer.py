@@ -195,15 +195,6 @@ def measured_as(candidate: Candidate, samples_per_second: float) -> Outcome:
     return Outcome(OutcomeKind.OK, measurement=measured, outside_seconds=12.0)
 
 
-def small_space(buckets: str = "[50000000, 500000000]") -> Proposer:
-    job, hardware = make_job(), named_hardware("h100", 2)
-    space = parse_space(
-        "knobs: {zero_stage: [0, 1, 2, 3], train_micro_batch_size_per_gpu: [1, 2, 4], "
-        f"activation_checkpointing: [true, false], reduce_bucket_size: {buckets}, overlap_comm: [true, false]}}"
-    )
-    return Proposer(space.candidates(job), space, traced_predictor(job, hardware))
-
-
 def test_what_fitted_in_another_space_has_not_failed(replay_table: ReplayTable) -> None:
     """A study that goes on in another space recalls what it has measured outside of that."""
     fitting = [c for c in sorted(replay_table.rows, key=str) if replay_table.rows[c].kind is OutcomeKind.OK]
