@@ -79,9 +79,7 @@ class WorkerGroup:
         self._bytes_outside_allocator: dict[int, int] = {}  # bytes on its device, by rank
         self._signalled: set[int] = set()
         self.silence: str | None = None  # description of the missing heartbeat that ended the watch
-        self._positions: dict[int, str] = {}  # rank -> last position of its threads
-        self._waiting: set[int] = set()  # ranks that wait in a collective
-        self._compiling: set[int] = set()  # ranks in which torch.compile is at work
+        self._pulses: dict[int, Message] = {}  # rank -> its last heartbeat
         self._phase_began = time.monotonic()
         self._ended = False
 
@@ -189,23 +187,28 @@ class WorkerGroup:
     def _check_progress(self) -> bool:
         """Return True if silent ranks compute, read or write.
 
-        In a trial's steps on GPUs, CPU time of a rank without a heartbeat proves nothing: it may spin for a hanging kernel.
+        In a trial's steps on GPUs, CPU time of a rank that has said that it stands still proves nothing: it may spin for a
+        hanging kernel. A rank that computes with the interpreter's lock held, like DeepSpeed's CPU Adam, says nothing.
         """
-        waiting = self._waiting
+        waiting = self._ranks_that("waits")
         if self._hardware.device == "cuda" and self.phase in _STEPS and not self._policy.may_exit:
-            waiting = set(range(self._world)) - self._compiling
+            waiting = set(self._pulses) - self._ranks_that("moved") - self._ranks_that("compiles")
         return any(self._on_all_hosts(lambda host: host.is_progressing(waiting)))
 
     @property
     def compiles(self) -> bool:
         """True if torch.compile was at work in a rank when it last sent a heartbeat."""
-        return bool(self._compiling)
+        return bool(self._ranks_that("compiles"))
+
+    def _ranks_that(self, field: str) -> set[int]:
+        """Return the ranks whose last heartbeat says so."""
+        return {rank for rank, pulse in self._pulses.items() if pulse.get(field)}
 
     def _positions_text(self) -> str:
         """Return the positions of the ranks, those waiting in a collective last, and the cause if all wait."""
-        order = sorted(self._positions, key=lambda rank: (rank in self._waiting, rank))
-        text = "".join(f"; rank {rank} in {self._positions[rank]}" for rank in order[:2])
-        all_wait = self._world > 1 and self._waiting.issuperset(range(self._world))
+        order = sorted(self._pulses, key=lambda rank: (self._pulses[rank]["waits"], rank))
+        text = "".join(f"; rank {rank} in {self._pulses[rank]['where']}" for rank in order[:2])
+        all_wait = self._world > 1 and len(self._ranks_that("waits")) == self._world
         if not all_wait or self.phase not in _STEPS[:2]:
             return text
         return f"{text}; every rank waits in a collective, so that {UNEQUAL_COLLECTIVES}; a network that fails looks the same"
@@ -237,9 +240,7 @@ class WorkerGroup:
             self._rank_pids[rank] = int(message["pid"])
             return True
         if verb == "pulse":
-            self._positions[rank] = str(message["where"])
-            (self._waiting.add if message["waits"] else self._waiting.discard)(rank)
-            (self._compiling.add if message.get("compiles") else self._compiling.discard)(rank)
+            self._pulses[rank] = message
             return bool(message["moved"])
         if verb == "error":
             self.errors.append(message)
