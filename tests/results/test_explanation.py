@@ -9,7 +9,6 @@ import re
 import tempfile
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +113,8 @@ def test_a_log_alone_may_tell_model_ranks_and_stage(
     """Several ranks print at once, with the launcher's prefixes and the codes of a terminal."""
     text = (CASES / "01-LlamaFactory-1221.txt").read_text()
     log = tmp_path / "train.log"
-    log.write_text(
-        "\n".join(
-            [COMMAND, *(f"\x1b[31m[rank3]: {line}\x1b[0m" for line in text.splitlines()), "exits with return code = -9"]
-        )
-    )
+    ranks = text.replace("\n", "\x1b[0m\n\x1b[31m[rank3]: ")
+    log.write_text(f"{COMMAND}\n{ranks}\nexits with return code = -9")
     code, out, _ = call(monkeypatch, capsys, "explain", str(log))
     assert code == 0
     assert "3.14 GiB = 6.74 B parameters x 4 bytes / 8 ranks" in out
@@ -128,15 +124,14 @@ def test_a_log_alone_may_tell_model_ranks_and_stage(
 
 def test_a_launch_is_explained_in_its_own_precision() -> None:
     ended = "oom_device: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB"
-    jobs = (replace(make_job(), precision=one) for one in ("bf16", "fp32"))
-    assert len({str(explain_end(ended, job, make_candidate(2, 4))) for job in jobs}) == 2
+    half, full = (explain_end(ended, make_job(precision=one), make_candidate(2)) for one in ("bf16", "fp32"))
+    assert half != full
 
 
 def test_what_a_log_says_is_not_taken_for_more() -> None:
-    assert read_training("GPU 5 has a total capacity of 79.3 GiB").ranks is None
-    assert read_training("[rank0]: OOM\n[rank1]: OOM").ranks == 2
-    whole = read_training("Number of trainable parameters = 1,000")
-    assert (whole.of_optimizer, whole.adapters) == (1000, False)
+    assert read_training("GPU 5 has").ranks is None
+    assert read_training("[rank0]: a\n[rank1]: b").ranks == 2
+    assert not read_training("Number of trainable parameters = 1,000").adapters
 
 
 @pytest.mark.parametrize(
