@@ -63,6 +63,7 @@ FILES = {
         ((*BASE, "--study", "launch"), "Choose another name"),
         ((*BASE, "--headroom", "120%"), "--headroom: a share"),
         (("plan", "--sure", "x"), "--sure: 'x' is no share"),
+        (("plan", "--host-memory", "lots"), "--host-memory: 'lots' is no size"),
         ((*BASE, "--seq-len", "0"), "--seq-len"),
         ((*BASE, "--seq-len", "99999999"), "--seq-len"),
         ((*BASE, "--optimizer", "adamm"), "adamw"),
