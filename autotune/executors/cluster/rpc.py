@@ -69,8 +69,10 @@ class OutputForwarder:
             self._thread.join(_PATIENCE_SECONDS)
 
     def _run(self) -> None:
+        noted_bytes = 0
         while piece := self._pieces.get():
-            gone, self._left_out_bytes = self._left_out_bytes, 0
+            gone = self._left_out_bytes - noted_bytes
+            noted_bytes += gone
             if gone:
                 text = (
                     f"{format_bytes(gone)} were not read in time and are left out here: {self._log} has the end of all"

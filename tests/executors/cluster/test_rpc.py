@@ -27,8 +27,11 @@ def pager() -> Iterator[tuple[int, int]]:
     """The two ends of a pipe that nobody reads."""
     reads, writes = os.pipe()
     yield reads, writes
-    for end in (reads, writes):
-        os.close(end)
+    os.close(reads)  # ends a write that waits
+    for thread in threading.enumerate():
+        if thread.name == "echo":
+            thread.join(60)
+    os.close(writes)
 
 
 def unread(reads: int) -> int:
@@ -38,10 +41,10 @@ def unread(reads: int) -> int:
     return found[0]
 
 
-def read_all(reads: int, into: list[bytes]) -> threading.Thread:
+def read_all(reads: int, into: bytearray) -> threading.Thread:
     def read() -> None:
-        while not into or b"the end\n" not in into[-1]:
-            into.append(os.read(reads, 65536))
+        while not into.endswith(b"the end\n"):
+            into.extend(os.read(reads, 65536))
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
@@ -49,18 +52,18 @@ def read_all(reads: int, into: list[bytes]) -> threading.Thread:
 
 
 def test_what_is_read_is_all_there(pager: tuple[int, int], tmp_path: Path) -> None:
-    echo, found = OutputForwarder(pager[1], tmp_path / "log"), []
+    echo, found = OutputForwarder(pager[1], tmp_path / "log"), bytearray()
     thread = read_all(pager[0], found)
     for _ in range(100):
         echo.give(LINE * 100)
     echo.give(b"the end\n")
     echo.close()
     thread.join(60)
-    assert b"".join(found) == LINE * 10_000 + b"the end\n"
+    assert found == LINE * 10_000 + b"the end\n"
 
 
 def test_nobody_waits_for_a_reader_and_the_oldest_is_left_out(pager: tuple[int, int], tmp_path: Path) -> None:
-    echo, found = OutputForwarder(pager[1], tmp_path / "log", pieces=24), []
+    echo, found = OutputForwarder(pager[1], tmp_path / "log", pieces=24), bytearray()
     echo.give(LINE * 5000)
     wait_until(lambda: unread(pager[0]) == 2**16, "the pipe to be full")
     given = len(LINE) * 5000
@@ -72,7 +75,7 @@ def test_nobody_waits_for_a_reader_and_the_oldest_is_left_out(pager: tuple[int, 
     thread = read_all(pager[0], found)
     echo.close()
     thread.join(60)
-    text = b"".join(found)
+    text = bytes(found)
     notes = re.findall(
         rb"\n\[autotune: (\d+\.\d\d?) MiB were not read in time and are left out here: (\S+) has the end of all\]\n",
         text,
