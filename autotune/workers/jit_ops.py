@@ -145,8 +145,7 @@ def hold_build_lock(
         True if a build was killed here.
 
     Raises:
-        UserError: a link leads out of the folder, and the build would write through it; or another process holds a lock
-            and builds nothing; or a build is unfinished and not `build`.
+        UserError: another process holds a lock and builds nothing, or a build is unfinished and not `build`.
     """
     held: set[Path] = vars(_held).setdefault("folders", set())
     if folder in held:
@@ -154,7 +153,6 @@ def hold_build_lock(
         return
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    _check_no_links_out(folder)
     wait, building = _Wait(folder, waiting), folder / ".building"
     descriptor = _lock(folder / ".lock", wait)
     if not build and (building.exists() or [*folder.glob("*/lock")]):
@@ -226,14 +224,6 @@ def _remove_stale_locks(folder: Path, wait: _Wait, *, killed: bool) -> None:
                 print(f"removed {lock}: the build that made it is gone", flush=True)
                 break
             wait.look(lock)
-
-
-def _check_no_links_out(folder: Path) -> None:
-    """Check that files that a build writes lie in this folder. Trials may write here, and leave a link to any file."""
-    root = os.path.realpath(folder)
-    for path in folder.rglob("*"):
-        if path.is_symlink() and path != folder / _TORCH and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise UserError(f"{path} is a link out of {folder}, and a build would write through it: remove it")
 
 
 def _lock(path: Path, wait: _Wait) -> int | None:
