@@ -86,7 +86,7 @@ class Sandbox:
             OSError: the disk is full, the folder cannot be written, or the kernel has no Landlock.
         """
         if self.protection is Protection.LANDLOCK:
-            linux.landlock_version()  # before a view of thousands of folders is made
+            linux.check_landlock()  # before a view of thousands of folders is made
         remove(self.folder)
         self.files.mkdir(parents=True)
         if self.protection is not Protection.OVERLAY:

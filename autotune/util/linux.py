@@ -576,22 +576,20 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same 
 _WRITES = sum(1 << bit for bit in (1, *range(4, 15)))  # LANDLOCK_ACCESS_FS_* that change something
 _WRITES_OF_FILES = 1 << 1 | 1 << 14  # write, truncate
 _TRUNCATE_ABI = 3  # covers truncation, and lets files be moved between folders: Linux 6.2
-_SCOPE_ABI, _SCOPE_SIGNALS = 6, 2  # LANDLOCK_SCOPE_SIGNAL: Linux 6.12
 
 
-def landlock_version() -> int:
-    """Return the version of the kernel's Landlock.
+def check_landlock() -> None:
+    """Check the version of the kernel's Landlock.
 
     Raises:
         OSError: the kernel has none that covers truncation.
     """
-    if (version := _syscall(_LANDLOCK_CREATE, None, 0, 1)) < _TRUNCATE_ABI:
+    if _syscall(_LANDLOCK_CREATE, None, 0, 1) < _TRUNCATE_ABI:
         raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
-    return version
 
 
 def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
-    """Have Landlock refuse this process and its children every change outside of these paths, and signals to other processes.
+    """Have Landlock refuse this process and its children every change outside of these paths.
 
     https://docs.kernel.org/userspace-api/landlock.html
 
@@ -600,12 +598,12 @@ def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
         files_in: folders whose files can be written to, but neither made nor removed.
 
     Raises:
-        OSError: see `landlock_version`.
+        OSError: see `check_landlock`.
     """
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    version = landlock_version()
-    handled = struct.pack("=3Q", _WRITES, 0, _SCOPE_SIGNALS if version >= _SCOPE_ABI else 0)
-    rules = _syscall(_LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled) if version >= _SCOPE_ABI else 8), 0)
+    check_landlock()
+    handled = struct.pack("=Q", _WRITES)
+    rules = _syscall(_LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
     for path, allowed in [*((one, _WRITES) for one in paths), *((one, _WRITES_OF_FILES) for one in files_in)]:
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH)

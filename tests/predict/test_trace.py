@@ -398,7 +398,7 @@ from autotune.rank import sandbox
 from autotune.util import linux
 def refuse(*arguments):
     raise PermissionError(errno.EPERM, "not in this container")
-linux.enter_mount_namespace = linux.landlock_version = refuse
+linux.enter_mount_namespace = linux.check_landlock = refuse
 sandbox.main()
 """
 

@@ -555,7 +555,7 @@ def test_no_view_is_made_if_the_kernel_has_no_landlock(base: Path, monkeypatch: 
     def refuse() -> int:
         raise OSError(errno.EOPNOTSUPP, "no Landlock")
 
-    monkeypatch.setattr(linux, "landlock_version", refuse)
+    monkeypatch.setattr(linux, "check_landlock", refuse)
     with pytest.raises(OSError, match="no Landlock"):
         sandbox_in(base, Protection.LANDLOCK)
     assert not any(path.name == "view" for path in base.rglob("*"))
