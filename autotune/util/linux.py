@@ -319,58 +319,14 @@ def copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
     return renamed
 
 
-def remove_tree(folder: str | Path) -> None:
-    """Remove a folder with what this user may remove of it, whatever depth and modes a script has left in it.
-
-    Inner folders move to the top one by one: neither Python's stack nor the number of descriptors bounds their depth.
-    """
-    with suppress(OSError):  # another process removes it too
-        _make_writable(folder)
-        top = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            waiting, moved = ["."], os.urandom(8).hex()
-            for name in waiting:  # grows
-                waiting += _empty(name, top, f"{moved}-{len(waiting)}")
-                with suppress(OSError):
-                    os.rmdir(name, dir_fd=top)
-        finally:
-            os.close(top)
-        os.rmdir(folder)
-
-
-def _empty(name: str, top: int, moved: str) -> list[str]:
-    """Remove the files of a folder, move its folders into the folder `top`, and return their names there."""
-    found = list[str]()
-    with suppress(OSError):
-        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=top)
-        try:
-            for entry in [*os.scandir(opened)]:
-                with suppress(OSError):
-                    if entry.is_dir(follow_symlinks=False):
-                        _make_writable(entry.name, opened)
-                        os.rename(entry.name, new := f"{moved}-{len(found)}", src_dir_fd=opened, dst_dir_fd=top)
-                        found.append(new)
-                    else:
-                        os.unlink(entry.name, dir_fd=opened)
-        finally:
-            os.close(opened)
-    return found
-
-
-def _make_writable(folder: str | Path, opened: int | None = None) -> None:
-    """Let the owner remove entries of a folder, never of one behind a link that a running script may put in its place.
-
-    Args:
-        folder: path, or name in the folder `opened`.
-
-    Raises:
-        OSError: it is no folder, or another user's.
-    """
-    handle = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
-    try:
-        os.chmod(f"/proc/self/fd/{handle}", 0o700)
-    finally:
-        os.close(handle)
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with what this user may remove of it, whatever modes a script has left in it."""
+    for place, folders, _ in os.walk(folder):
+        for inner in (os.path.join(place, name) for name in folders):
+            with suppress(OSError):  # another user's
+                if not os.path.islink(inner):
+                    os.chmod(inner, stat.S_IRWXU)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def change_root(folder: str) -> None:

@@ -431,23 +431,6 @@ def test_removing_touches_no_other_folder(base: Path) -> None:
     assert not sandbox.folder.exists()
 
 
-def test_a_trials_folder_of_any_depth_is_removed(base: Path) -> None:
-    """Neither Python's stack nor a limit of descriptors bounds the depth that a script can make."""
-    deep, opened = base / "deep", os.open(base, os.O_RDONLY)
-    for name in ("deep", *["d" * 100] * (sys.getrecursionlimit() + 100)):
-        os.mkdir(name, dir_fd=opened)
-        inner = os.open(name, os.O_RDONLY, dir_fd=opened)
-        os.close(opened)
-        opened = inner
-    os.symlink(base / "keep.txt", "link", dir_fd=opened)
-    os.fchmod(opened, 0)
-    os.close(opened)
-    (base / "keep.txt").write_text("keep")
-    linux.remove_tree(deep)
-    assert not deep.exists()
-    assert (base / "keep.txt").read_text() == "keep"
-
-
 @pytest.mark.parametrize("kind", ["link", "link above", "dots", "deep", "home", "temporary folder"])
 @BOTH
 def test_a_project_may_be_named_in_any_way(
