@@ -10,7 +10,6 @@ op there, because compilers of other processes cannot be seen from a namespace.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import importlib
 import os
@@ -25,14 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from autotune.util.interpreter import module_command
-from autotune.util.linux import (
-    MACHINE_PROC,
-    adopt_orphans,
-    die_with_parent,
-    name_of,
-    pid_outside,
-    terminate_with_descendants,
-)
+from autotune.util.linux import MACHINE_PROC, adopt_orphans, die_with_parent, pid_outside, terminate_with_descendants
 from autotune.workers.jit_ops import FOLDER, load_ops, use_own_folder
 from autotune.workers.protocol import Channel, Message
 
@@ -41,7 +33,6 @@ from autotune.workers.protocol import Channel, Message
 # ranks of GPUs are forked after it, too.
 PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 _FORK_TEST_SECONDS = 120  # seconds; without persistence mode each of eight GPUs takes seconds to initialize
-_THREAD_END_SECONDS = 0.1  # a thread that was joined leaves the kernel within milliseconds
 _PROCESSOR_SECONDS = 60.0  # after this time DeepSpeed queries the processor itself
 _KILL_SECONDS = 5.0  # a process that SIGKILL does not end by then is kept by the kernel
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult in a fork of a process that has used CUDA
@@ -196,26 +187,10 @@ def _end_all(channel: Channel, children: dict[int, int]) -> bool:
     return False
 
 
-@functools.cache
-def _print_threads() -> None:
-    """Print the other threads that ran at the first fork, whose locks ranks may inherit.
-
-    OpenBLAS ends its threads before a fork (pthread_atfork(3)), which the kernel may count for a moment longer.
-    """
-    until = time.monotonic() + _THREAD_END_SECONDS
-    while len(threads := os.listdir("/proc/self/task")) > 1:
-        if time.monotonic() > until:
-            names = [name_of(int(one)) or "ended" for one in threads if int(one) != os.getpid()]
-            print(f"ranks are forked beside {len(names)} other threads: {', '.join(sorted(names))}", flush=True)
-            return
-        time.sleep(_THREAD_END_SECONDS / 50)
-
-
 def _fork(order: Message, inherited: list[int]) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid:
-        _print_threads()
         return pid
     signal.set_wakeup_fd(-1)
     os.setsid()
