@@ -21,7 +21,8 @@ from autotune.util.units import GIB, MIB, format_bytes, format_count
 # data.
 
 _STEPS = (1, 2, 2.5, 5, 10)
-TOP, BOTTOM = 14, 42  # pixels around the plot: for the topmost label, and for ticks and the axis' name
+# pixels of the plot, and around it: for the topmost label, and for ticks and the axis' name
+TOP, HEIGHT, BOTTOM = 14, 280, 42
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -69,62 +70,51 @@ def _tag(name: str, content: str | None = None, /, **attributes: object) -> Mark
 
 @dataclass
 class Plot:
-    """A chart under construction.
+    """The page's chart under construction."""
 
-    Args:
-        height: of the plot itself in pixels; `lane` more are below it, for marks that have no value on the y axis.
-    """
-
-    name: str  # unique on its page
-    title: str
     about: str  # description for readers who cannot see it
     x: Axis
     y: Axis
-    height: int = 280
-    lane: int = 0
-    lane_name: str = ""
+    lane: int  # pixels below the plot, for marks that have no value on the y axis
     _parts: list[Markup] = field(default_factory=list)
 
     def _across(self, value: float) -> str:
         return f"{100 * self.x.share(value):.1f}%"
 
     def _down(self, value: float) -> float:
-        return TOP + self.height * (1 - self.y.share(value))
+        return TOP + HEIGHT * (1 - self.y.share(value))
 
     @property
     def _lane_at(self) -> float:
-        return TOP + self.height + self.lane / 2 + 4
+        return TOP + HEIGHT + self.lane / 2 + 4
 
     def mark(self, shape: str, x: float, y: float | None, classes: str, trial: int | None = None) -> None:
         """Add a mark at a position, or in the lane without a y. For a trial's mark, the page's script shows the trial's row."""
         down = f"{self._lane_at if y is None else self._down(y):.0f}"
         self._parts.append(_tag("use", href=f"#m-{shape}", x=self._across(x), y=down, class_=classes, data_t=trial))
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, classes: str, trial: int | None = None) -> None:
-        """Add a line, in data coordinates."""
+    def _line(self, x1: float, y1: float, x2: float, y2: float) -> None:
         begin = {"x1": self._across(x1), "y1": f"{self._down(y1):.0f}"}
         end = {"x2": self._across(x2), "y2": f"{self._down(y2):.0f}"}
-        self._parts.append(_tag("line", **begin, **end, class_=classes, data_t=trial))
+        self._parts.append(_tag("line", **begin, **end, class_="front"))
 
-    def upright(self, x: float, classes: str, label: str = "", *, left: bool = False) -> None:
+    def upright(self, x: float, classes: str, label: str, *, left: bool = False) -> None:
         """Add a vertical line with a label at one side, or at the other if that one lacks space."""
-        at, bottom = self._across(x), TOP + self.height + self.lane
+        at, bottom = self._across(x), TOP + HEIGHT + self.lane
         self._parts.append(_tag("line", x1=at, y1=TOP, x2=at, y2=bottom, class_=classes))
-        if label:
-            end = (left and self.x.share(x) > 0.3) or self.x.share(x) > 0.85
-            place = {"dx": -5, "text_anchor": "end"} if end else {"dx": 5, "text_anchor": "start"}
-            self._parts.append(_tag("text", label, x=at, y=TOP + (10 if left else 24), **place, class_="note"))
+        end = (left and self.x.share(x) > 0.3) or self.x.share(x) > 0.85
+        place = {"dx": -5, "text_anchor": "end"} if end else {"dx": 5, "text_anchor": "start"}
+        self._parts.append(_tag("text", label, x=at, y=TOP + (10 if left else 24), **place, class_="note"))
 
-    def steps(self, points: Sequence[tuple[float, float]], classes: str) -> None:
-        """Add a line that keeps each height until the next point."""
+    def front(self, points: Sequence[tuple[float, float]]) -> None:
+        """Add a line through ascending points that keeps each height until the next one."""
         for (x1, y1), (x2, y2) in pairwise(points):
-            self.line(x1, y1, x2, y1, classes)
-            if y1 != y2:
-                self.line(x2, y1, x2, y2, classes)
+            self._line(x1, y1, x2, y1)
+            self._line(x2, y1, x2, y2)
 
     def html(self) -> Markup:
         """Return the figure with axes and grid as HTML."""
-        bottom = TOP + self.height + self.lane
+        bottom = TOP + HEIGHT + self.lane
         across, left = [], []
         for tick, label in self.x.ticks:
             at = self._across(tick)
@@ -135,21 +125,19 @@ class Plot:
             across.append(_tag("line", x1=0, y1=f"{down:.1f}", x2="100%", y2=f"{down:.1f}", class_="grid"))
             left.append(_tag("text", label, x=52, y=f"{down + 4:.1f}", text_anchor="end"))
         if self.lane:
-            top, place = TOP + self.height + 4, {"x": 52, "y": f"{self._lane_at + 4:.1f}", "text_anchor": "end"}
+            top, place = TOP + HEIGHT + 4, {"x": 52, "y": f"{self._lane_at + 4:.1f}", "text_anchor": "end"}
             across.append(_tag("rect", x=0, y=top, width="100%", height=self.lane - 4, class_="lane"))
-            left.append(_tag("text", self.lane_name, **place, class_="lane-name"))
+            left.append(_tag("text", "ran out", **place, class_="lane-name"))
         whole = bottom + BOTTOM
         return Markup(
             '<div class="chart"><div class="y-name">{y}</div><svg class="y" width="56" height="{h}" aria-hidden="true">{left}'
-            '</svg><svg class="plot" width="100%" height="{h}" role="img" aria-labelledby="{n}-t {n}-d"><title id="{n}-t">'
-            '{title}</title><desc id="{n}-d">{about}</desc>{across}{parts}<text x="50%" y="{name_at}" text-anchor="middle"'
-            ' class="name">{x}</text></svg></div>'
+            '</svg><svg class="plot" width="100%" height="{h}" role="img" aria-labelledby="speed-t speed-d">'
+            '<title id="speed-t">Speed against memory</title><desc id="speed-d">{about}</desc>{across}{parts}<text x="50%" '
+            'y="{name_at}" text-anchor="middle" class="name">{x}</text></svg></div>'
         ).format(
             y=self.y.name,
             h=whole,
             left=Markup("").join(left),
-            n=self.name,
-            title=self.title,
             about=self.about,
             across=Markup("").join(across),
             parts=Markup("").join(self._parts),
@@ -171,10 +159,10 @@ def tokens(value: float) -> str:
     return format_count(value) if value >= 1000 else f"{value:.3g}"
 
 
-def size_axis(name: str, low: float, high: float) -> Axis:
-    """Return an axis of bytes: in GiB, or in MiB if all values are small."""
+def _memory_axis(low: float, high: float) -> Axis:
+    """Return the axis of peaks: in GiB, or in MiB if all values are small."""
     unit, word = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
-    return Axis(f"{name} ({word})", low, high, lambda v: f"{v:.4g}", unit)
+    return Axis(f"peak memory of a rank ({word})", low, high, lambda v: f"{v:.4g}", unit)
 
 
 def marker_style(trial: Trial) -> tuple[str, str]:
@@ -205,24 +193,21 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     sizes = [*(t.peak_bytes or 0 for t in ran), capacity_bytes, *needed.values()]
     high = 1.04 * min(max(sizes), _FAR * capacity_bytes)
     low = min(t.peak_bytes or 0 for t in ran)
-    x = size_axis("peak memory of a rank", 0.0 if low < 0.4 * high else 0.9 * low, high)
+    x = _memory_axis(0.0 if low < 0.4 * high else 0.9 * low, high)
     fastest = max(t.tokens_per_second or 0 for t in ran)
     plot = Plot(
-        "speed",
-        "Speed against memory",
         f"{len(ran)} measured trials and {len(out)} that ran out of memory; no winner may use more than "
         f"{format_bytes(ceiling_bytes)}.",
         x,
         Axis("tokens/s", 0.0, 1.06 * fastest, tokens),
         lane=30 if out else 0,
-        lane_name="ran out",
     )
     one = ceiling_bytes == capacity_bytes
     plot.upright(capacity_bytes, "capacity", "capacity, and ceiling" if one else "capacity")
     if not one:
         plot.upright(ceiling_bytes, "ceiling", "ceiling", left=True)
     front = _front([t for t in ran if not t.remark])
-    plot.steps([(t.peak_bytes or 0, t.tokens_per_second or 0) for t in front], "front")
+    plot.front([(t.peak_bytes or 0, t.tokens_per_second or 0) for t in front])
     for trial in out:
         shape, classes = marker_style(trial)
         plot.mark(shape, needed[trial.number], None, classes, trial.number)
