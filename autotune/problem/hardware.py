@@ -227,10 +227,6 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
 
 
-def _cpu_ranks() -> int:
-    return max(1, min(2, os.cpu_count() or 1))
-
-
 def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
     count = gpus or len(visible)
     if count > len(visible):
@@ -274,8 +270,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
 
 
 def _detect_cpu(gpus: int | None) -> Hardware:
-    count = gpus or _cpu_ranks()
     cores = os.cpu_count() or 1
+    count = gpus or min(2, cores)
     if count > max(2, cores):
         raise UserError(
             f"--gpus {count}: {cores} CPU cores run at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"

@@ -350,8 +350,8 @@ def _look(
     total, free, reserved = own or shared_memory()
     return Gpu(
         label,
-        _text(lib.nvmlDeviceGetUUID(handle)),
-        _text(lib.nvmlDeviceGetName(handle)),
+        lib.nvmlDeviceGetUUID(handle),
+        lib.nvmlDeviceGetName(handle),
         total,
         free,
         reserved,
@@ -377,10 +377,6 @@ def _slices(lib: Any, handle: Any, card: Gpu) -> list[Gpu]:
                 own = lib.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 found.append(_look(lib, own, f"{card.label} slice {len(found)}", is_slice=True))
     return found
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 # -- memory shared with the host ---------------------------------------------------------------------------------------
