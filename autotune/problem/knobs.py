@@ -344,10 +344,6 @@ class ReadCondition:
     where: str = "everywhere"
     of: str | None = None  # the knob that it depends on, besides stage and offloading
 
-    def __call__(self, knobs: Knobs) -> bool:
-        """Return True if DeepSpeed reads the knob, given the other knobs."""
-        return self.holds(knobs)
-
 
 def stage_of(knobs: Knobs) -> int:
     """Return the ZeRO stage of knobs."""
@@ -404,8 +400,6 @@ class Knob:
     # DeepSpeed refuses the key where it does not read it, so `Candidate.ds_config` removes it from the user's own config
     refused_unread: bool = False
     op: str = ""  # builder of the DeepSpeed JIT op that any value except `off` loads; empty: none, or as the optimizer decides
-    # reason why the values of a first-order knob have no order of device memory; empty: `search/pruning.py` orders them
-    unordered: str = ""
     lossy: str = ""  # effect on arithmetic; empty: none
     since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do
     until: Release = ()  # last DeepSpeed that knows it
@@ -471,7 +465,6 @@ SHORT_NAMED: dict[str, Knob] = {
         path=ZERO + "stage",
         high=3,
         needs=(sharded_for_its_optimizer, whole_if_quantized, unscattered_for_muon),
-        unordered="each stage has its own buffers",
         short="z",
     ),
     CHECKPOINTING: Knob(Share, path=None, short="ckpt", needs=(layers_of_their_own,)),
@@ -655,7 +648,7 @@ _STAGE3_ONLY = ("offload_param", "use_all_reduce_for_fetch_params")
 def is_read(name: str, knobs: Knobs) -> bool:
     """Check that DeepSpeed reads the knob, given the others."""
     if name in KNOBS:
-        return KNOBS[name].read(knobs)
+        return KNOBS[name].read.holds(knobs)
     if not name.startswith(ZERO):
         return True
     stage, leaf = stage_of(knobs), name.removeprefix(ZERO)

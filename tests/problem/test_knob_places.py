@@ -134,8 +134,8 @@ def missing_places(name: str, knob: Knob) -> list[str]:
     if name in table.FIRST_ORDER and name not in MODEL_KNOBS:
         if name not in CROSSED:
             found.append("recovery/ladder.py")
-        if any(_is_ordered(a, b) for a, b in two) is bool(knob.unordered):
-            found.append("problem/knobs.py: unordered" if knob.unordered else "search/pruning.py")
+        if name != "zero_stage" and not any(_is_ordered(a, b) for a, b in two):  # each stage has its own buffers
+            found.append("search/pruning.py")
     return found
 
 
@@ -157,7 +157,6 @@ FAKE = "zero_optimization.fake"
             True,
             ["docs/knobs.md", "search_spaces/", "recovery/ladder.py", "search/pruning.py"],
         ),
-        (FAKE, Knob(int, path=FAKE, unordered="why"), True, ["docs/knobs.md", "search_spaces/", "recovery/ladder.py"]),
         ("fake", Knob(bool, path="fake"), False, ["docs/knobs.md", "search_spaces/", "predict/features.py"]),
         (
             "fake",

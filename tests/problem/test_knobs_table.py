@@ -58,7 +58,7 @@ def test_a_knob_is_read_where_its_words_say(made: Any) -> None:
         for stage, value in itertools.product(STAGES, VALUES.get(other, SWITCHES)):
             setting = {"zero_stage": stage, **({other: value} if other else {})}
             expected = stage in stages and (not other or str(value).lower() in allowed)
-            assert knob.read(setting) == expected, (name, knob.read.where, setting)
+            assert knob.read.holds(setting) == expected, (name, knob.read.where, setting)
             checked += 1
     assert checked > 300
 
@@ -68,7 +68,7 @@ def test_every_knob_is_in_the_table_under_its_path_with_what_it_was_given(made: 
     for name, knob in made.KNOBS.items():
         assert name in made.SHORT_NAMED or knob.path == name
         if "stage3_" in name:
-            assert (knob.read.where, knob.read({"zero_stage": 2})) == ("stage 3", False)
+            assert (knob.read.where, knob.read.holds({"zero_stage": 2})) == ("stage 3", False)
     everywhere = {name for name, knob in made.KNOBS.items() if knob.read.where == "everywhere"}
     own = {name for name, knob in made.KNOBS.items() if knob.path is None}
     assert everywhere == own | {*BATCH, "zero_stage", "communication_data_type"}
