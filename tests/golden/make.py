@@ -1,4 +1,4 @@
-"""Write `expected/` again: `python -m tests.golden.make [GROUP…]`; default: all groups."""
+"""Write `expected/` again: `python -m tests.golden.make GROUP…`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def write(group: str) -> None:
 
 
 def main() -> None:
-    groups = sys.argv[1:] or list(GROUPS)
-    if unknown := set(groups) - set(GROUPS):
-        sys.exit(f"unknown group {', '.join(sorted(unknown))}: expected some of {', '.join(GROUPS)}")
+    groups = sys.argv[1:]
+    if not groups or set(groups) - set(GROUPS):
+        sys.exit(f"expected groups of {', '.join(GROUPS)}; found {' '.join(groups) or 'none'}")
     for group in groups:
         print(group, flush=True)
         write(group)

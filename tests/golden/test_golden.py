@@ -1,4 +1,4 @@
-"""Behaviour is as `expected/` has it; `python -m tests.golden.make` writes that again."""
+"""Behaviour is as `expected/` has it; `python -m tests.golden.make GROUP` writes that again."""
 
 from pathlib import Path
 
