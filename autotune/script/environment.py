@@ -14,10 +14,11 @@ from autotune.masking import MASK, names_secret
 READ = "environment"
 READ_INTEGERS = "environment_integers"  # key of facts: positive integers that reads of these variables gave
 VARIABLE = "$"  # a variable among flags that carry knobs is written `$BATCH_SIZE`
-# Variables that each session, machine or allocation sets again, and those that name a tracker's run. No training depends on them.
+# Variables that each session, machine or allocation sets again, those of a tracker's run, and those that only builds of ops read.
+# No training depends on them.
 _OF_THE_SESSION = re.compile(
     r"HOME|USER|LOGNAME|SHELL|SHLVL|PATH|PWD|OLDPWD|TERM|HOST|HOSTNAME|DISPLAY|TMPDIR|COLUMNS|LINES|LANG|CUDA_VISIBLE_DEVICES|"
-    r"(?:LC|XDG|SSH|SLURM|PBS|LSB|CONDA|WANDB|MLFLOW|COMET|NEPTUNE|CLEARML|SWANLAB)_\w+"
+    r"TORCH_EXTENSIONS_DIR|MAX_JOBS|CUDA_HOME|(?:LC|XDG|SSH|SLURM|PBS|LSB|CONDA|WANDB|MLFLOW|COMET|NEPTUNE|CLEARML|SWANLAB)_\w+"
 )
 
 

@@ -12,7 +12,12 @@ from autotune.script.recorded import is_data
 
 
 def test_variables_of_the_rank_and_of_the_session_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"BATCH_SIZE": "2", "HF_TOKEN": "secret-of-mine", "SLURM_JOB_ID": "7", "PWD": "/x"}.items():
+    for name, value in {
+        "BATCH_SIZE": "2",
+        "HF_TOKEN": "secret-of-mine",
+        "SLURM_JOB_ID": "7",
+        "TORCH_EXTENSIONS_DIR": "/x",
+    }.items():
         monkeypatch.setenv(name, value)
     for name in ("RANK", "GRAD_ACC", "LR"):
         monkeypatch.delenv(name, raising=False)
@@ -21,7 +26,7 @@ def test_variables_of_the_rank_and_of_the_session_are_left_out(monkeypatch: pyte
         "GRAD_ACC": None,
         "RANK": "0",
         "SLURM_JOB_ID": "7",
-        "PWD": "/x",
+        "TORCH_EXTENSIONS_DIR": "/x",
         "HF_TOKEN": MASK,
         "LR": "1",
     }
