@@ -35,8 +35,8 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
-from autotune.results.console import PlainObserver, make_observer, record_json, train_with, verdict_lines
-from autotune.results.export import environment_of, export_record
+from autotune.results.console import PlainObserver, how_to_train, make_observer, record_json, verdict_lines
+from autotune.results.export import export_record
 from autotune.results.output_files import secrets_note
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import runs_user_code
@@ -58,7 +58,7 @@ from autotune.search.study import Callback, StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
-from autotune.util.interpreter import Interpreter, other_python
+from autotune.util.interpreter import Interpreter
 from autotune.util.linux import handled_signals, silent_mounts
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
@@ -374,10 +374,7 @@ def _summary(
         write_ladder(files[-1], ladder, store.job)
         files += _write_report(setup, store, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
-        given = (store.threads, environment_of(store, found.winner.candidate))
-        nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
-        about = (found.winner.candidate, store.job, store.name, files[0], *given)
-        lines += train_with(*about, nodes=nodes, hostfile=hostfile, python=other_python(store.interpreter)).lines()
+        lines += how_to_train(store, found.winner.candidate, files[0]).lines()
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")

@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from autotune.executors.cluster.transports import hostfile_of
 from autotune.explain.explanation import explain_outcome
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.predict.features import columns_of
@@ -39,6 +40,7 @@ from autotune.problem.job import Job, Script, under_lightning, weights_bytes
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     checkpointed_layers,
+    environment_of,
     lightnings_own,
     lossy_settings,
     needs_of_loss,
@@ -568,6 +570,13 @@ class HowToTrain:
         """Return the commands and hints as lines of text."""
         commands = (f"{name}: {text}" for name, text in self.commands)
         return [f"  {line}" for line in (*commands, *filter(None, [self.instead]), *self.hints)]
+
+
+def how_to_train(store: StudyStore, winner: Candidate, config: Path) -> HowToTrain:
+    """Return how to train a study's script with its winner, whose DeepSpeed config is in `config`; empty without a script."""
+    about = (winner, store.job, store.name, config, store.threads, environment_of(store, winner))
+    hostfile = hostfile_of(store.folder or Path())
+    return train_with(*about, nodes=store.hardware.nodes, hostfile=hostfile, python=store.python)
 
 
 def train_with(

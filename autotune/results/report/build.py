@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.executors.cluster.transports import hostfile_of
 from autotune.masking import MASK, masked, masked_data
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
@@ -19,10 +18,10 @@ from autotune.results.console import (
     batch_size_note,
     code_legend,
     config_sentence,
+    how_to_train,
     no_winner_lines,
     own_line,
     shortened,
-    train_with,
 )
 from autotune.results.export import environment_of, lossy_settings, training_changes
 from autotune.results.report.model import MeasuredGain, Status, StudyReport, Trial, WinnerSummary
@@ -50,7 +49,6 @@ def study_report(store: StudyStore) -> StudyReport:
         model=job.model.name,
         job=job.summary,
         hardware=hardware,
-        objective=str(store.attributes.get("objective", "samples per second, all ranks")),
         verdict=_verdict(store, facts, records),
         trials=tuple(_trial(record, facts, hardware) for record in records),
         varying=varying,
@@ -160,12 +158,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
     config = (store.folder or Path()) / f"{store.name}.json"
     exported = json.dumps(masked_data(winner.candidate.ds_config(job)), indent=2)
     if job.script is not None:
-        given = (store.threads, environment_of(store, winner.candidate))
-        nodes = store.hardware.nodes
-        hostfile = hostfile_of(store.folder or Path())
-        python = str(store.python) if store.python else None
-        about = (winner.candidate, job, store.name, config, *given)
-        how = train_with(*about, nodes=nodes, hostfile=hostfile, python=python)
+        how = how_to_train(store, winner.candidate, config)
         commands, instead, hints = how.commands, how.instead, how.hints
     else:
         watched = ["autotune", "launch", store.name, "--", "train.py", "--deepspeed", str(config)]

@@ -92,7 +92,6 @@ class StudyReport:
     model: str
     job: str
     hardware: Hardware
-    objective: str
     verdict: WinnerSummary
     trials: tuple[Trial, ...]
     varying: tuple[str, ...]  # knobs that differ between trials
