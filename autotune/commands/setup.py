@@ -125,7 +125,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     if why := too_short(budget_seconds):
         raise UserError(why)
     if request.out is not None:
-        check_out(request.out, makes_folders=True)
+        check_out(request.out, ".json", makes_folders=True)
     batch = parse_global_batch(request.global_batch_size)
     check_executor(request.executor)
     typed = typed_command(request, nodes, interpreter) if request.script else None

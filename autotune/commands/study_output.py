@@ -30,7 +30,7 @@ def report_study(study: str, storage: str | None, out: Path | None) -> Path:
 
 def _report(store: StudyStore, out: Path | None) -> Path:
     out = out or output_file(store.folder, f"{store.name}.html")
-    check_out(out)
+    check_out(out, ".html")
     with failures_in_one_line():
         write_study(store, out)
     return out

@@ -566,7 +566,7 @@ def _check(style: str, out: Path | None) -> None:
     if style not in FORMATS:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
     if out is not None:
-        check_out(out, makes_folders=True)
+        check_out(out, FORMATS[style], makes_folders=True)
 
 
 def _record(store: StudyStore, trial: int | None) -> Record:

@@ -8,14 +8,15 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.masking import MASK
 
-# suffixes of named files; any other text after a dot belongs to the name
-_SUFFIXES = (".json", ".yaml", ".yml", ".sbatch", ".sh")
+# suffixes of named files, with the usual one of their format; any other text after a dot belongs to the name
+_SUFFIXES = {end: end for end in (".json", ".html", ".yaml", ".sbatch")} | {".yml": ".yaml", ".sh": ".sbatch"}
 
 
-def check_out(out: Path, *, makes_folders: bool = False) -> None:
+def check_out(out: Path, suffix: str, *, makes_folders: bool = False) -> None:
     """Check that a file can be written to this path.
 
     Args:
+        suffix: of the written file. A path with the suffix of another format is refused.
         makes_folders: the writer creates missing folders.
 
     Raises:
@@ -27,6 +28,8 @@ def check_out(out: Path, *, makes_folders: bool = False) -> None:
         raise UserError(f"{out} is a folder: give the name of a file in it")
     if out.name in DATABASES:
         raise UserError(f"{out} is where a study is kept: name another file")
+    if not suffix.endswith(_SUFFIXES.get(out.suffix, "")):
+        raise UserError(f"{out}: the file would be no {out.suffix}: name one like NAME{suffix}")
     if out.exists() and not out.is_file():
         return  # a pipe
     out = Path(os.path.realpath(out)) if out.is_symlink() else out

@@ -25,7 +25,7 @@ def test_the_last_seed_there_is() -> None:
 def test_where_a_winner_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for out in ("w.json", "new/folder/w.json", str(tmp_path / "w.json")):
-        check_out(Path(out), makes_folders=True)
+        check_out(Path(out), ".json", makes_folders=True)
     assert list(tmp_path.iterdir()) == [], "nothing is made"
     (tmp_path / "file").touch()
     (tmp_path / "closed").mkdir()
@@ -37,9 +37,10 @@ def test_where_a_winner_can_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         ("closed/w.json", "read-only for you"),
         ("closed/more/w.json", "read-only for you"),
         ("runs/s/study.db", "is where a study is kept"),
+        ("w.sh", "no .sh: name one like NAME.json"),
     ):
         with pytest.raises(UserError, match=said):
-            check_out(Path(out), makes_folders=True)
+            check_out(Path(out), ".json", makes_folders=True)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from markupsafe import Markup
 
 from autotune._version import __version__
 from autotune.results.console import knob_words
-from autotune.results.output_files import check_out
 from autotune.results.report import figures
 from autotune.results.report.build import value_text
 from autotune.results.report.model import StudyReport, Trial
@@ -134,7 +133,6 @@ def write_page(html: str, out: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    check_out(out)
     try:
         # a name may hold bytes that are no text, or move a terminal's cursor
         write_atomically(out, printable(html.encode(errors="replace").decode()))
