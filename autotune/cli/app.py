@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -33,9 +33,6 @@ from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
 from autotune.masking import learn_environment
 from autotune.util.streams import lasting_streams
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 app = typer.Typer(
     cls=Group,
     pretty_exceptions_enable=False,
@@ -61,13 +58,9 @@ app.add_typer(spaces_app, name="spaces")
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
     shown = begin("reading the job, the machine and the search space", request.as_json)
-    request = request.model_copy(update={"command": typed_command()})
-    _tune(request, shown)
-
-
-def _tune(request: Request, shown: Console) -> None:
     from autotune.commands.run import run_study
 
+    request = request.model_copy(update={"command": typed_command()})
     as_json = request.as_json
     try:
         summary = run_study(request, shown, quiet=as_json)

@@ -19,7 +19,15 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from autotune.commands.removed import removed
-from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters, request_from
+from autotune.commands.request import (
+    STORAGE_VARIABLE,
+    Parameter,
+    Request,
+    flag_of,
+    parameters,
+    placed_errors,
+    request_from,
+)
 from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
 from autotune.util.streams import LOG, logging_to
@@ -262,8 +270,9 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
         load_numpy()
         os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
         typed = {one: value for one, value in values.items() if value is not None and value != []}
-        request = request_from(_with_job_file(name, typed), flag_of)
-        with ExitStack() as alone:
+        values, places = _with_job_file(name, typed)
+        request = request_from(values, flag_of)
+        with placed_errors(places), ExitStack() as alone:
             logs = ctx.obj if isinstance(ctx.obj, ExitStack) else alone  # `main`'s, which logs its errors, too
             logs.enter_context(logging_to(request.log_file))
             command(request)
@@ -279,20 +288,20 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
     return call
 
 
-def _with_job_file(command: str, typed: dict[str, Any]) -> dict[str, Any]:
-    """Return a command's typed values, and those of the job file that its first word names, if it names one.
+def _with_job_file(command: str, typed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a command's values: typed ones, and those of the job file that its first word names, with their places by flag.
 
     Raises:
         UserError: the file is wrong, or the command takes no words besides it.
     """
     words = typed.pop("script", [])
-    found: dict[str, Any] = {}
-    if words and words[0].lower().endswith((".yaml", ".yml", ".json")) and not Path(words[0]).is_dir():
+    found, places = dict[str, Any](), dict[str, str]()
+    if words and words[0].lower().endswith((".yaml", ".yml", ".json")):
         from autotune.commands.job_file import read_job  # imports yaml
 
         path = Path(words.pop(0))
         given = {*typed, "script"} if words else {*typed}
-        found = read_job(path, command, given, print_line)
+        found, places = read_job(path, command, given, print_line)
         if command == "launch" and "script" in found and not {"study", "model"} & {*typed, *found}:
             raise UserError(f"{path} names no study. Add `study: NAME` to it, or `model: NAME`.")
     if command == "plan":
@@ -301,7 +310,7 @@ def _with_job_file(command: str, typed: dict[str, Any]) -> dict[str, Any]:
         found.pop("script", None)
     elif words:
         found["script"] = words
-    return {**found, **typed}
+    return {**found, **typed}, places
 
 
 Json = Annotated[bool, shared("as_json")]

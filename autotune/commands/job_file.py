@@ -19,7 +19,7 @@ from autotune.commands.removed import removed
 from autotune.commands.request import COMMANDS, Options, Parameter, Request, flag_of, parameters, request_from
 from autotune.errors import UserError, did_you_mean
 from autotune.masking import MASK, learn_data, masked_data
-from autotune.problem.space import compose_yaml, parse_space
+from autotune.problem.space import compose_yaml, parse_space, yaml_errors
 from autotune.util.bounds import display_value, read_text
 
 _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
@@ -35,8 +35,10 @@ def options_in_files(command: str) -> dict[str, Parameter]:
 # -- read ----------------------------------------------------------------------------------------------------------------
 
 
-def read_job(path: Path, command: str, given: Collection[str], print_line: Callable[[str], None]) -> dict[str, Any]:
-    """Return the values of a job file for a command, by field of Options.
+def read_job(
+    path: Path, command: str, given: Collection[str], print_line: Callable[[str], None]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a job file for a command, by field of Options, and the place of each, by flag.
 
     Args:
         command: `run`, `plan` or `launch`. Options of the others are checked and left out, with one line.
@@ -74,15 +76,14 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     for name in used:
         found = getattr(request, name)
         if MASK in str(found):
-            raise UserError(
-                f"{places[name]}: {MASK} stands for a secret, which no file keeps. Type {flag_of(name)} again."
-            )
+            what = "the words after `--`" if own_options[name].is_argument else flag_of(name)
+            raise UserError(f"{places[name]}: {MASK} stands for a secret, which no file keeps. Type {what} again.")
         if own_options[name].is_code and found:
             line = places[name].rpartition(": ")[0]
             raise UserError(f"{line}: a job file supplies no code. Add {_as_typed(name, found)} to the command line.")
     if unused:
         print_line(f"{path}: {command} does not use {', '.join(unused)}")
-    return {name: getattr(request, name) for name in used}
+    return {name: getattr(request, name) for name in used}, {flag_of(name): places[name] for name in used}
 
 
 def _as_typed(field: str, value: Any) -> str:
@@ -91,15 +92,8 @@ def _as_typed(field: str, value: Any) -> str:
 
 
 def _compose(text: str, path: Path) -> yaml.MappingNode:
-    try:
+    with yaml_errors(str(path), _EXPECTED):
         node = compose_yaml(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        why = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise UserError(f"{where}: not YAML ({why}); {_EXPECTED}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not YAML that can be read ({str(error)[:100]}); {_EXPECTED}") from None
     if node is None:
         raise UserError(f"{path}:1: the file is empty; {_EXPECTED}")
     if not isinstance(node, yaml.MappingNode):
@@ -148,7 +142,7 @@ def _value(node: yaml.Node, where: str, path: Path) -> Any:
         UserError: it is no plain data, or no search space.
     """
     if isinstance(node, yaml.MappingNode):
-        parse_space("", str(path), node)  # errors have the job file's lines
+        parse_space("", str(path), node, f"{where.rpartition(' ')[2]}: ")  # errors have the job file's lines
         return {"name": path.stem, **yaml.SafeLoader("").construct_document(node)}
     try:
         return _Texts("").construct_document(node)
@@ -167,9 +161,9 @@ def _kind(node: yaml.Node) -> str:
 COMMAND_FILE = "command.yaml"  # in a study's folder
 
 
-def job_text(request: Request, command: str) -> str:
-    """Return a job file that repeats a request, with secrets masked."""
-    own = options_in_files(command)
+def job_text(request: Request) -> str:
+    """Return a job file that repeats a request of `run`, with secrets masked."""
+    own = options_in_files("run")
     options = request.model_dump(mode="json", exclude_defaults=True, include={one.name for one in own.values()})
     code = [
         _as_typed(one.name, options[one.name]) for one in own.values() if one.option.is_code and one.name in options
@@ -178,7 +172,7 @@ def job_text(request: Request, command: str) -> str:
     text = yaml.safe_dump(masked_data(data), sort_keys=False, allow_unicode=True, width=120)
     head = f"# yaml-language-server: $schema={schema_path()}\n"
     typed = f"# written by `{' '.join(request.command.split())}`\n" if request.command else ""
-    words = " ".join([f"autotune {command}", *code])
+    words = " ".join(["autotune run", *code])
     folder = f"# repeat it with `{words}` and this file, from {Path.cwd()}, where relative paths start\n"
     return head + typed + folder + text
 

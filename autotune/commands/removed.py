@@ -14,7 +14,7 @@ _REPLACEMENTS = {
     "-v": "use --log-file FILE, which has every reason and phase",
     "--quiet": "use --json, which prints one object and no progress",
     "-q": "use --json, which prints one object and no progress",
-    "-y": "remove it; nothing is asked, and CPU ranks need --device cpu",
+    **dict.fromkeys(("-y", "--yes"), "remove it; nothing is asked, and CPU ranks need --device cpu"),
     "--quantize": "write --lora r=16,quantize=nf4",
     "--packing": "remove it; --lengths with --seq-len packs sequences into rows of that length",
     "--compile": "give a --space with `fixed: {compile: true}`",

@@ -559,10 +559,6 @@ class Options(BaseModel):
     out: Annotated[
         _File | None, Option("File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run", metavar="PATH")
     ] = None
-    yes: Annotated[
-        bool,
-        Option("No effect: nothing is asked. Commands of other tools pass it.", Panel.OUTPUT, "run", in_python=False),
-    ] = False
     as_json: Annotated[bool, Option("Print one JSON object on stdout.", Panel.OUTPUT, in_python=False)] = False
     log_file: Annotated[
         _File | None,
@@ -617,6 +613,21 @@ def request_from(values: Mapping[str, object], shown: Callable[[str], str]) -> R
     for theirs, ours in _WORDS.items():
         expected = expected.replace(theirs, ours)
     raise UserError(f"{shown(name)}: {expected}, found {display_value(first['input'])}") from None
+
+
+@contextmanager
+def placed_errors(places: Mapping[str, str]) -> Iterator[None]:
+    """Replace the flag with which an error of the body of the `with` begins, for options of a job file.
+
+    Args:
+        places: `file:line: option` by flag.
+    """
+    try:
+        yield
+    except UserError as error:
+        flag = str(error).partition(" ")[0].rstrip(":")
+        error.args = (str(error).replace(flag, places.get(flag, flag), 1),)
+        raise
 
 
 class Parameter(NamedTuple):

@@ -181,7 +181,7 @@ def _run(
                 setup = after_probe(setup, probed)
             store = _open_study(setup, probed, observer, failing, callbacks)
             kept.callback(store.leave)
-            write_atomically(work / COMMAND_FILE, job_text(setup.request, "run"))  # a refused call keeps the study's
+            write_atomically(work / COMMAND_FILE, job_text(setup.request))  # a refused call keeps the study's
             if probed is not None:
                 remember(probed, work)
             observer.doing("tracing the model, to predict memory and speed")

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -242,6 +243,7 @@ DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
 DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
 MOST_NODES = 1_000_000  # of a YAML file with its aliases expanded
+_EXPECTED = "expected `knobs:` and their values"
 _PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed")
 
 
@@ -278,13 +280,13 @@ def load_space(reference: str | Mapping[str, Any]) -> SearchSpace:
     return dataclasses.replace(parse_space(text, str(path)), shipped=reference in shipped)
 
 
-def parse_space(text: str, file: str = "<space>", node: yaml.Node | None = None) -> SearchSpace:
-    """Parse a SearchSpace from YAML text, or from a node of a file that has been parsed.
+def parse_space(text: str, file: str = "<space>", node: yaml.Node | None = None, key: str = "") -> SearchSpace:
+    """Parse a SearchSpace from YAML text, or from a node of a file that has been parsed, below this key.
 
     Raises:
         UserError: `file:line: key: problem, and the expected form`.
     """
-    return _Parser(text if node is None else yaml.serialize(node), file).parse(node)
+    return _Parser(text if node is None else yaml.serialize(node), file, key).parse(node)
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
@@ -301,6 +303,24 @@ def compose_yaml(text: str) -> yaml.Node | None:
         )
         raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
     return node
+
+
+@contextmanager
+def yaml_errors(file: str, expected: str) -> Iterator[None]:
+    """Convert errors from reading a YAML file to UserError, with the line if it is known.
+
+    Args:
+        expected: the end of the message.
+    """
+    try:
+        yield
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else file
+        why = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise UserError(f"{where}: not YAML ({why}); {expected}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not YAML that can be read ({str(error)[:100]}); {expected}") from None
 
 
 def _expanded_nodes(node: yaml.Node, known: dict[int, float]) -> float:
@@ -323,31 +343,25 @@ def _name_of(key: str) -> str:
 class _Parser:
     """Parser of one file; it keeps the line of every key for errors."""
 
-    def __init__(self, text: str, file: str) -> None:
-        self.text, self.file = text, file
+    def __init__(self, text: str, file: str, key: str) -> None:
+        self.text, self.file, self.key = text, file, key
         self.lines: dict[tuple[str, ...], int] = {}
 
     def fail(self, path: tuple[str, ...], message: str) -> UserError:
         line = next((self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines), 1)
-        return UserError(f"{self.file}:{line}: {'.'.join(path[1:] or path)}: {message}")
+        return UserError(f"{self.file}:{line}: {self.key}{'.'.join(path[1:] or path)}: {message}")
 
     def parse(self, node: yaml.Node | None) -> SearchSpace:
-        try:
+        with yaml_errors(self.file, _EXPECTED):
             node = compose_yaml(self.text) if node is None else node
             if node is None:
-                raise UserError(f"{self.file}:1: the file is empty; expected `knobs:` and their values")
+                raise UserError(f"{self.file}:1: the file is empty; {_EXPECTED}")
             self._collect(node, ())
             data = yaml.SafeLoader("").construct_document(node)
             if isinstance(data, dict):
                 check_data(data, self.file)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{self.file}:{mark.line + 1}" if mark else self.file
-            raise UserError(f"{where}: not YAML ({getattr(error, 'problem', None) or error})".splitlines()[0]) from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.file}: not YAML that can be read ({str(error)[:100]})") from None
         if not isinstance(data, dict):
-            raise UserError(f"{self.file}:1: expected `knobs:` and their values, found {type(data).__name__}")
+            raise UserError(f"{self.file}:1: {_EXPECTED}, found {type(data).__name__}")
         for key in data:
             if key not in _PARTS:
                 raise self.fail((str(key),), f"unknown section{did_you_mean(str(key), _PARTS)}")

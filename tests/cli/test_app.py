@@ -19,11 +19,19 @@ from tests.studies import study_of_every_kind
 
 BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s")
 SCRIPT = ("run", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--", "train.py", "--deepspeed_config")
+JOB = "model: tiny-llama\ngpu: h100\n"
 FILES = {
+    "tokens.yaml": JOB + "tokens: lots",
+    "seq-len.yaml": JOB + "seq-len: long",
+    "global-batch-size.yaml": JOB + "global-batch-size: few",
+    "precision.yaml": JOB + "precision: bf17",
     "removed.json": '{"train_batch_size": 4, "amp": {"enabled": false}}',
     "lists.json": '{"train_batch_size": 4, "zero_optimization": {"stage": [2, 3]}}',
     "empty.json": "",
     "train.py": "import deepspeed",
+    "torn.json": "{",
+    "list.json": "[]",
+    "three.json": '{"zero_optimization": 3}',
 }
 
 
@@ -73,9 +81,18 @@ FILES = {
         ((*SCRIPT, "removed.json"), "removed.json: amp: deepspeed 0.19.8 refuses this key"),
         ((*SCRIPT, "lists.json"), "zero_optimization.stage: expected a whole number, found [2, 3]"),
         ((*SCRIPT, "empty.json"), "empty.json:1: not JSON"),
+        ((*BASE, "--ds-config", "torn.json"), "not JSON"),
+        ((*BASE, "--ds-config", "list.json"), "JSON object"),
+        ((*BASE, "--ds-config", "three.json"), "object"),
+        (("plan", "tokens.yaml"), "tokens.yaml:3: tokens lots: expected"),
+        (("plan", "seq-len.yaml"), "seq-len.yaml:3: seq-len long: expected"),
+        (("plan", "global-batch-size.yaml"), "global-batch-size.yaml:3: global-batch-size few: expected"),
+        (("plan", "precision.yaml"), "precision.yaml:3: precision bf17: expected"),
         ((*BASE, "--max-trials", "0"), "at least 1"),
         (("show", "nothing-here"), "no study"),
         (("export", "x", "--format", "toml"), "deepspeed, accelerate, hf"),
+        (("export", "x", "--format", "sbatch", "--out", "x.json"), "no .json: name one like NAME.sbatch"),
+        (("plan", "--gpu", "h100"), "or --workload; `autotune run -- train.py`"),
         (("spaces", "show", "zero22"), "did you mean"),
         (("frobnicate",), "frobnicate"),
         (("gallery", "list"), "gallery is gone: every search starts"),
@@ -107,19 +124,6 @@ def test_the_log_of_a_script_that_fails_keeps_its_lines(capsys: pytest.CaptureFi
             fail("the script fails:\n  File x.py\n  IndexError", ExitCode.BAD_INPUT, keeps_lines=keeps_lines)
         assert ended.value.code == ExitCode.BAD_INPUT
         assert len(capsys.readouterr().err.splitlines()) == lines
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "not JSON"), ("[]", "JSON object"), ('{"zero_optimization": 3}', "object")]
-)
-def test_malformed_ds_configs(
-    text: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text(text)
-    code, _, err = call(monkeypatch, capsys, *BASE, "--ds-config", "ds.json")
-    assert code == 2
-    assert message in err
 
 
 def test_a_space_without_a_candidate_and_an_unreadable_runs(
@@ -245,7 +249,7 @@ def test_the_tuner_has_one_blas_thread_which_its_children_do_not_inherit(chosen:
     assert done.stdout.strip() == f"{threads} {chosen}"
 
 
-@pytest.mark.parametrize("option", ["--partition", "--account", "--time", "--slurm", "--sync"])
+@pytest.mark.parametrize("option", ["--partition", "--yes", "--time", "--slurm", "--sync"])
 def test_a_removed_option_names_its_replacement(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

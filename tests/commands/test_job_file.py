@@ -118,7 +118,11 @@ def test_one_job_file_serves_all_commands(asked: Any) -> None:
         ("model: !!python/name:os.system x\n", "could not determine a constructor for the tag"),
         ("script: 'a.py \"x'\n", "script: not a command (no closing quotation)"),
         ("space: [a]\n", ":1: space: expected a valid string, found ['a']"),
-        ("gpus: 1\nspace:\n  knobs:\n    zero_stag: [1]\n", ":4: zero_stag: unknown knob; did you mean zero_stage"),
+        (
+            "gpus: 1\nspace:\n  knobs:\n    zero_stag: [1]\n",
+            ":4: space: zero_stag: unknown knob; did you mean zero_stage",
+        ),
+        ("space: {a: 1}\n", ":1: space: a: unknown section"),
         ("space: &s {knobs: *s}\n", ":1: not YAML (an alias lies within what it names)"),
         ("<<: 3\n", "`<<` cannot be merged"),
         ("storage: 'mysql://joe:***@h/d'\n", "stands for a secret, which no file keeps. Type --storage again"),
@@ -153,7 +157,7 @@ def test_anchors_and_json_are_read(asked: Any) -> None:
 
 def test_a_command_file_repeats_its_run_without_secrets(asked: Any) -> None:
     typed = asked(ALL, "--storage", "postgresql://joe:hunter22@h/d", "--", "a.py", "--wandb_key", "abcdef123456")
-    text = job_file.job_text(typed, "run")
+    text = job_file.job_text(typed)
     assert text.startswith(f"# yaml-language-server: $schema={job_file.schema_path()}\n")
     assert "hunter22" not in text
     assert "abcdef123456" not in text
@@ -201,6 +205,6 @@ def test_a_job_file_supplies_no_code(tmp_path: Path, line: str, words: str) -> N
     with pytest.raises(UserError, match=rf"j\.yaml:2: a job file supplies no code\. Add {words} to the command line"):
         job_file.read_job(tmp_path / "j.yaml", "run", (), print)
     name = line.partition(":")[0].replace("-", "_")
-    assert job_file.read_job(tmp_path / "j.yaml", "run", (name,), print) == {"seed": 3}
+    assert job_file.read_job(tmp_path / "j.yaml", "run", (name,), print)[0] == {"seed": 3}
     (tmp_path / "j.yaml").write_text("trust-remote-code: false\n")
-    assert job_file.read_job(tmp_path / "j.yaml", "run", (), print) == {"trust_remote_code": False}
+    assert job_file.read_job(tmp_path / "j.yaml", "run", (), print)[0] == {"trust_remote_code": False}

@@ -223,13 +223,20 @@ def test_the_promised_spaces_are_shipped_and_valid() -> None:
         ),
         ("fixed: 3\n", ":1: fixed: expected a mapping of knobs to their values"),
         ("name: x\n", ":1: knobs: the space has no knobs"),
-        ("a: [\n", ":2: not YAML (expected the node content, but found '<stream end>')"),
-        ("a: \x00", ": not YAML (unacceptable character #x0000: special characters are not allowed"),
+        (
+            "a: [\n",
+            ":2: not YAML (expected the node content, but found '<stream end>'); expected `knobs:` and their values",
+        ),
+        (
+            "a: \x00",
+            ': not YAML (unacceptable character #x0000: special characters are not allowed in "<unicode string>", position 3); '
+            "expected `knobs:` and their values",
+        ),
         ("knobs: {lora: [fast]}", ":1: lora: LoRA fast: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("knobs: {lora: [true]}", ":1: lora: expected none, a rank, or r=16,targets=all-linear, found True"),
-        ("a: 2020-99-99\n", ": not YAML that can be read (month must be in 1..12)"),
-        ("&a [*a]", ":1: not YAML (an alias lies within what it names)"),
-        ("? [1]\n: 2\n", ":1: not YAML (found unhashable key)"),
+        ("a: 2020-99-99\n", ": not YAML that can be read (month must be in 1..12); expected `knobs:` and their values"),
+        ("&a [*a]", ":1: not YAML (an alias lies within what it names); expected `knobs:` and their values"),
+        ("? [1]\n: 2\n", ":1: not YAML (found unhashable key); expected `knobs:` and their values"),
     ],
 )
 def test_errors_name_file_line_and_key(text: str, message: str) -> None:
