@@ -128,8 +128,8 @@ def test_a_command_is_tuned_as_it_is_typed(
 def test_a_framework_that_starts_its_own_ranks_is_left_to_it(scripts: Scripts, folder: Path) -> None:
     probed = scripts.probe_script(read_command(["madeup", "train", "mine.yaml"], []).script)
     assert probed.script.profile.relaunched == 2
-    assert printed(probed, scripts, TRIED, folder) == ["madeup", "train", str(folder / "best.mine.yaml")]
-    copy = (folder / "best.mine.yaml").read_text()
+    assert printed(probed, scripts, TRIED, folder) == ["madeup", "train", str(folder / "best.argument.mine.yaml")]
+    copy = (folder / "best.argument.mine.yaml").read_text()
     assert copy == f"# mine\ndeepspeed: {folder / 'best.json'}\noutput_dir: out/here\nsteps: 40\n"
 
 
@@ -187,8 +187,16 @@ def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> Non
     again = read_command(["trl", "sft", "--config", "x.yaml"], []).script
     short = dataclasses.replace(again, profile=probed.script.profile)
     words = printed(Probe(short, None), scripts, TRIED, folder)
-    assert words == ["trl", "sft", "--config", str(folder / "best.x.yaml"), "--use_deepspeed", "--num_processes", "2"]
-    assert yaml.safe_load((folder / "best.x.yaml").read_text())["per_device_train_batch_size"] == 4
+    assert words == [
+        "trl",
+        "sft",
+        "--config",
+        str(folder / "best.argument.x.yaml"),
+        "--use_deepspeed",
+        "--num_processes",
+        "2",
+    ]
+    assert yaml.safe_load((folder / "best.argument.x.yaml").read_text())["per_device_train_batch_size"] == 4
     train([*words, "--main_process_port", str(free_port())], folder)
     (state,) = folder.glob("out/checkpoint-2/trainer_state.json")
     assert json.loads(state.read_text())["train_batch_size"] == 4

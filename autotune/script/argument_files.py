@@ -175,18 +175,11 @@ def with_copies(script: Script, folder: Path) -> list[str]:
     return words
 
 
-# written next to NAME.json as NAME.…
-_WRITTEN = {"meta.json", "ladder.json", "table.json", "accelerate.yaml", "fsdp.yaml", "training_arguments.json"}
-_WRITTEN |= {f"{of}.{what}.json" for of in ("accelerate", "sbatch") for what in ("deepspeed", "meta")}
-_WRITTEN |= {"training_arguments.meta.json", "fsdp.meta.json"}
-
-
 def winners_copy(config: Path, file: ArgumentFile) -> Path:
     """Return the path of a file's copy that carries a winner whose DeepSpeed config is at `config`."""
     # Launcher and script may name files alike, and a file's name may be one of those written next to a config.
-    name = Path(file.path).name
-    part = "launcher." if file.launcher else "argument." if name in _WRITTEN else ""
-    return config.with_name(f"{config.name.removesuffix('.json')}.{part}{name}")
+    part = "launcher" if file.launcher else "argument"
+    return config.with_name(f"{config.name.removesuffix('.json')}.{part}.{Path(file.path).name}")
 
 
 def renamed(word: str, path: str) -> str:

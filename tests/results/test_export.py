@@ -383,7 +383,7 @@ def test_copies_of_a_scripts_files_of_arguments_are_beside_the_config(tmp_path: 
     text = "deepspeed: ds.json\nper_device_train_batch_size: 2\nseed: 7  # mine\n"
     file = ArgumentFile(1, "x.yaml", text, yaml.safe_load(text))
     script = Script(("train.py", "x.yaml"), str(tmp_path), files=(file,))
-    config, copy, about = tmp_path / "w.json", tmp_path / "w.x.yaml", tmp_path / "w.meta.json"
+    config, copy, about = tmp_path / "w.json", tmp_path / "w.argument.x.yaml", tmp_path / "w.meta.json"
     assert write_export(winner(), make_job(script=script), config, {}) == [config, copy, about]
     assert yaml.safe_load(copy.read_text())["deepspeed"] == str(config)
     assert "per_device_train_batch_size: 4\nseed: 7  # mine\n" in copy.read_text()

@@ -264,9 +264,12 @@ def trained(words: str, **profile: object) -> tuple[Script, list[str], dict[str,
 def test_the_winner_in_the_same_form(programs: Path, words: str, expected: str) -> None:
     Path("axolotl").mkdir()  # a module that can be found
     script, command, files = trained(words, through_arguments=True)
-    copy = files["best.x.yaml"]
+    copy = files["best.argument.x.yaml"]
     assert (
-        command == expected.replace("-m axolotl", "-m axolotl").replace("COPY", str(Path.cwd() / "best.x.yaml")).split()
+        command
+        == expected.replace("-m axolotl", "-m axolotl")
+        .replace("COPY", str(Path.cwd() / "best.argument.x.yaml"))
+        .split()
     )
     assert copy["deepspeed"] == str(Path.cwd() / "best.json")
     assert (copy["per_device_train_batch_size"], copy["gradient_accumulation_steps"]) == (8, 1)
@@ -301,8 +304,8 @@ def test_variables_of_the_printed_command(programs: Path, words: str, environmen
 
 def test_llamafactory_switches_checkpointing_off_by_a_name_of_its_own(programs: Path) -> None:
     _, _, files = trained("llamafactory-cli train x.yaml")
-    assert files["best.x.yaml"]["disable_gradient_checkpointing"] is False
-    assert "gradient_checkpointing" not in files["best.x.yaml"]
+    assert files["best.argument.x.yaml"]["disable_gradient_checkpointing"] is False
+    assert "gradient_checkpointing" not in files["best.argument.x.yaml"]
 
 
 def test_axolotls_names(programs: Path) -> None:
@@ -310,7 +313,7 @@ def test_axolotls_names(programs: Path) -> None:
         "base_model: tiny\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\ndeepspeed: ds.json\n"
     )
     _, _, files = trained("axolotl train a.yml")
-    copy = files["best.a.yml"]
+    copy = files["best.argument.a.yml"]
     assert (copy["micro_batch_size"], copy["gradient_accumulation_steps"], copy["gradient_checkpointing"]) == (
         8,
         1,
@@ -327,7 +330,7 @@ def test_names_below_others_and_declared_ones(folder: Path) -> None:
         "train": {"per_device_train_batch_size": 8},
         "mine": {"steps": 1, "ds": str(folder / "best.json")},
     }
-    assert training_command(script, WINNER, 2, "best.json")[-1] == str(folder / "best.y.yaml")
+    assert training_command(script, WINNER, 2, "best.json")[-1] == str(folder / "best.argument.y.yaml")
     assert command_sets_all(script)
 
 
@@ -335,7 +338,7 @@ def test_arguments_beside_a_file_win(folder: Path) -> None:
     words = "train.py x.yaml --per_device_train_batch_size 2 trainer.gradient_accumulation_steps=4"
     _, command, files = trained(words, through_arguments=True)
     assert command[-3:] == ["--per_device_train_batch_size", "8", "trainer.gradient_accumulation_steps=1"]
-    assert files["best.x.yaml"]["per_device_train_batch_size"] == 2
+    assert files["best.argument.x.yaml"]["per_device_train_batch_size"] == 2
 
 
 def test_accelerates_own_file(folder: Path) -> None:
@@ -359,7 +362,7 @@ def test_trainer_under_accelerates_own_file(folder: Path) -> None:
     (folder / "y.yaml").write_text("per_device_train_batch_size: 2\n")
     words = "accelerate launch --config_file acc.yaml train.py --config y.yaml"
     _, _, files = trained(words, through_arguments=True)
-    assert "deepspeed" not in files["best.y.yaml"], "the launcher's file names it"
+    assert "deepspeed" not in files["best.argument.y.yaml"], "the launcher's file names it"
     assert files["best.launcher.acc.yaml"]["deepspeed_config"]["deepspeed_config_file"] == str(folder / "best.json")
 
 
@@ -374,7 +377,7 @@ def test_trainer_under_accelerates_own_file(folder: Path) -> None:
 )
 def test_what_starts_its_ranks_itself(programs: Path, words: str, relaunched: int, expected: str) -> None:
     _, command, _ = trained(words, through_arguments=True, relaunched=relaunched)
-    assert command == expected.replace("COPY", str(Path.cwd() / "best.x.yaml")).split()
+    assert command == expected.replace("COPY", str(Path.cwd() / "best.argument.x.yaml")).split()
 
 
 def test_accelerates_flags(folder: Path) -> None:
