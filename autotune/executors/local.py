@@ -9,7 +9,7 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,6 @@ class LocalExecutor:
         folder: the study's folder or one below it. Each trial's logs go to a subfolder.
         candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
         isolation: see `RankRequirements`.
-        deadlines: limits without progress; None: by the type of job.
         cancelled: polled several times a second; if True, a running trial ends as interrupted.
         show: receives the current slow operation; empty when it is done.
         fault: returns a fault that tests inject into the named trial.
@@ -63,7 +62,6 @@ class LocalExecutor:
         target: where ranks run; None: on this machine.
         variables: environment of ranks on this machine, such as their devices if other jobs use the rest.
         study: the study's folder, if `folder` is another.
-        kept: folders to which scripts write lastingly, such as logs that a benchmark reads.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class LocalExecutor:
         candidates: list[Candidate],
         *,
         isolation: str = "fork",
-        deadlines: Deadlines | None = None,
         seed: int = 0,
         cancelled: Callable[[], bool] = lambda: False,
         show: Callable[[str], None] = lambda text: None,
@@ -83,15 +80,14 @@ class LocalExecutor:
         target: LaunchTarget | None = None,
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
-        kept: Sequence[Path] = (),
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
-        self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
+        self.deadlines = SCRIPT_DEADLINES if job.script else Deadlines()
         self.cancelled, self.fault = cancelled, fault
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
-        self.study, self.kept = study or folder, tuple(kept)
+        self.study = study or folder
         self._first_candidates, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.print_line: Callable[[str], None] = lambda text: None
         self.is_local = target is None
@@ -391,8 +387,7 @@ class LocalSession:
         if job.script:
             what = {"candidate": candidate.as_dict}
         if runs_user_code(job):
-            kept = [str(one) for one in executor.kept]
-            kept += [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
+            kept = [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
             how: dict[str, Any] = {"unprotected": job.unprotected, "kept": kept}
             what |= {**how, "sandbox": None}  # a node creates its own sandbox
             if executor.is_local:

@@ -151,24 +151,22 @@ def logging_to(file: Path | None) -> Iterator[None]:
     Raises:
         UserError: the file cannot be written.
     """
-    added: list[logging.Handler] = []
+    if file is None:
+        yield
+        return
+    try:
+        handler = _ToFile(file, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"--log-file {file} cannot be written ({error.strerror}). Choose another file.") from None
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before = LOG.level
-    if file is not None:
-        try:
-            added.append(_ToFile(file, encoding="utf-8", errors="replace"))
-        except OSError as error:
-            raise UserError(f"--log-file {file} cannot be written ({error.strerror}). Choose another file.") from None
-        added[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    if added:
-        LOG.setLevel(logging.DEBUG)
-    for one in added:
-        LOG.addHandler(one)
+    LOG.setLevel(logging.DEBUG)
+    LOG.addHandler(handler)
     try:
         yield
     finally:
-        for one in added:
-            LOG.removeHandler(one)
-            one.close()
+        LOG.removeHandler(handler)
+        handler.close()
         LOG.setLevel(before)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
+from autotune.util.linux import data_bytes
 from autotune.workers.memory_peaks import MemoryPeaks
 
 _LOOK_SECONDS = 1.0  # time limit of a requested sample
@@ -63,8 +63,7 @@ class CpuMeter(Meter):
         """Update the peaks with the data segments of the processes, in bytes."""
         for index, pid in enumerate(pids):
             with suppress(OSError, IndexError, ValueError):
-                pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[5])
-                peaks.used[index] = max(peaks.used[index], pages * 4096)
+                peaks.used[index] = max(peaks.used[index], data_bytes(pid))
 
 
 class MemoryMonitor:
