@@ -11,6 +11,7 @@ Statistical Science 1999), so a predictor that measurements contradict loses its
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -107,9 +108,8 @@ class _Knob:
         if is_size:
             logs = [_MISSING if value is None else math.log2(max(float(value), 1e-9)) for value in values]
             return cls(order, True, np.array(logs), variance)
-        numbers: dict[str, float] = {}
-        codes = [numbers.setdefault(str(value), float(len(numbers))) for value in values]
-        return cls(order, False, np.array(codes), variance)
+        _, codes = np.unique([str(value) for value in values], return_inverse=True)
+        return cls(order, False, codes.astype(np.float64), variance)
 
     def likeness(self, place: int) -> Floats:
         """Return the correlation of each candidate's effect of the knob with that at a place, (n,)."""
@@ -132,17 +132,36 @@ PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's lo
 OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
 CALL_SIGMA = 0.3  # of the change of a machine's speed between two calls, as a logarithm
 MOST_POINTS = 128  # latest measurements; older ones add little information and much computation
-_LEAST_WEIGHT = 1e-4  # an explanation with less is left out
+_LEAST_WEIGHT = 1e-4  # relative to the likeliest explanation of its kind; those with less are left out
 
 
 @dataclass(frozen=True)
 class Mixture:
     """Weighted normal distributions of the logarithm of one quantity, for n candidates."""
 
-    weights: Floats  # (explanations,)
+    log_weights: Floats  # (explanations,), up to a constant
     means: Floats  # (explanations, n)
     sigmas: Floats  # (explanations, n)
-    trust: float  # probability of the predictor's explanations
+    predicts: Flags  # (explanations,) those of the predictor; the others are those of the measurements alone
+
+    @property
+    def weights(self) -> Floats:
+        """Return the probability of each explanation, (explanations,)."""
+        shares = np.exp(self.log_weights - self.log_weights.max())
+        return np.asarray(shares / shares.sum())
+
+    @property
+    def trust(self) -> float:
+        """Return the probability of the predictor's explanations."""
+        return float(self.weights[self.predicts].sum())
+
+    @property
+    def of_measurements(self) -> Mixture:
+        """Return the belief by measurements alone, whatever is predicted; the whole belief if it has no such explanation."""
+        if self.predicts.all():
+            return self
+        alone = ~self.predicts
+        return Mixture(self.log_weights[alone], self.means[alone], self.sigmas[alone], self.predicts[alone])
 
     @property
     def mean(self) -> Floats:
@@ -175,7 +194,13 @@ class Point:
 
 
 def explain(
-    kernel: KnobKernel, predicted: Floats, points: Sequence[Point], *, scale: float = 1.0, trusted: float = TRUSTED
+    kernel: KnobKernel,
+    predicted: Floats,
+    points: Sequence[Point],
+    *,
+    scale: float = 1.0,
+    trusted: float = TRUSTED,
+    at: Sequence[int] | slice = slice(None),
 ) -> Mixture:
     """Return the belief about a quantity.
 
@@ -183,41 +208,43 @@ def explain(
         predicted: (n,) logarithms by the calibrated predictor.
         points: known values.
         scale: standard deviations of effects on this quantity, relative to those on speed.
-        trusted: prior probability of the predictor's explanation; 1 and 0 leave the other one out.
+        trusted: prior probability of the predictor's explanation; 1 leaves the other one out.
+        at: places of the candidates that the belief is about.
     """
     points = points[-MOST_POINTS:]
     places = [point.place for point in points]
     covariances = kernel.covariances(places)
+    of_candidates = covariances[:, at].swapaxes(1, 2)
     values = np.array([point.value for point in points])
     noise = np.diag([point.sigma**2 for point in points]) + _of_calls(points)
-    average = float(predicted.mean())
-    found = []
-    explanations = [(alone, prior) for alone, prior in ((False, trusted), (True, 1 - trusted)) if prior]
-    for (alone, prior), amplitude, second in itertools.product(explanations, AMPLITUDES, SECOND_ORDER):
-        prior_mean = np.full_like(predicted, average) if alone else predicted
-        shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
-        offset = UNKNOWN_SIGMA**2 if alone else (OFFSET_SIGMA * scale) ** 2
-        usual = ALONE_AMPLITUDE if alone else PREDICTOR_AMPLITUDE
-        log_weight = math.log(prior) - 0.5 * (
-            math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2
-        )
-        of_points = np.einsum("o,onm->nm", shares, covariances[:, places]) + offset + noise
-        inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
-        residual = inverse @ (values - prior_mean[places])
-        log_weight += float(np.log(inverse.diagonal()).sum()) - 0.5 * float(residual @ residual)
-        found.append((log_weight, alone, prior_mean, shares, offset, inverse, residual))
-    weights = np.exp(np.array([one[0] for one in found]) - max(one[0] for one in found))
-    weights /= weights.sum()
-    trust = float(sum(weight for weight, one in zip(weights, found, strict=True) if not one[1]))
-    kept = weights > _LEAST_WEIGHT
-    means, sigmas = [], []
-    for keeps, (_, _, prior_mean, shares, offset, inverse, residual) in zip(kept, found, strict=True):
-        if keeps:
-            known = inverse @ (np.einsum("o,onm->mn", shares, covariances) + offset)
-            means.append(prior_mean + residual @ known)
+    average = np.full_like(predicted, predicted.mean())
+    explanations = [(predicted, trusted, PREDICTOR_AMPLITUDE, (OFFSET_SIGMA * scale) ** 2)]
+    if trusted < 1:
+        explanations.append((average, 1 - trusted, ALONE_AMPLITUDE, UNKNOWN_SIGMA**2))
+    log_weights, means, sigmas, predicts = [], [], [], []
+    for prior_mean, prior, usual, offset in explanations:
+        found = []
+        for amplitude, second in itertools.product(AMPLITUDES, SECOND_ORDER):
+            shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
+            log_weight = math.log(prior) - 0.5 * (
+                math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2
+            )
+            of_points = np.einsum("o,onm->nm", shares, covariances[:, places]) + offset + noise
+            inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
+            residual = inverse @ (values - prior_mean[places])
+            log_weight += float(np.log(inverse.diagonal()).sum()) - 0.5 * float(residual @ residual)
+            found.append((log_weight, shares, inverse, residual))
+        least = max(one[0] for one in found) + math.log(_LEAST_WEIGHT)
+        for log_weight, shares, inverse, residual in found:
+            if log_weight < least:
+                continue
+            known = inverse @ (np.einsum("o,omn->mn", shares, of_candidates) + offset)
+            log_weights.append(log_weight)
+            means.append(prior_mean[at] + residual @ known)
             variance = float(shares @ kernel.variances) + offset
             sigmas.append(np.sqrt(np.maximum(variance - (known**2).sum(0), 1e-6)))
-    return Mixture(weights[kept] / weights[kept].sum(), np.array(means), np.array(sigmas), trust)
+            predicts.append(prior_mean is predicted)
+    return Mixture(np.array(log_weights), np.array(means), np.array(sigmas), np.array(predicts))
 
 
 def _of_calls(points: Sequence[Point]) -> Floats:
@@ -239,7 +266,7 @@ def above(lower_bound: float, mean: float, sigma: float, place: int) -> Point:
     return Point(place, max(mean + sigma / (hazard - z), lower_bound), sigma * math.sqrt(1 / removed - 1))
 
 
-_MOST_SIGMAS = 6.0  # beyond them the bound itself is the value
+_MOST_SIGMAS = 6.0  # beyond them a bound above the belief is the value, and one below it says nothing
 
 # -- all quantities ----------------------------------------------------------------------------------------------------
 
@@ -257,6 +284,7 @@ class Forecast:
     peak: Mixture  # log of a rank's peak in bytes
     step_seconds: Floats
     fits: Floats  # probability that the peak stays under the ceiling, on device and host
+    fits_by_measurements: Floats  # the same, whatever is predicted for the device
     hopeless: Flags  # too unlikely to fit on the device
     host_hopeless: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
 
@@ -297,7 +325,6 @@ class Belief:
         limit_bytes: Floats,
         *,
         host_ran_out: bool = False,
-        trusted: float = TRUSTED,
     ) -> Forecast:
         """Return the belief after these measurements.
 
@@ -307,25 +334,31 @@ class Belief:
             ooms: log of the least bytes that were needed, by place of a candidate with a device OOM.
             limit_bytes: (n,) bytes that each candidate may use.
             host_ran_out: the study has had a host OOM, so the memory estimate of the host is doubted.
-            trusted: prior probability that the predictor explains better than measurements alone.
         """
         table = self.table()
         log_samples = np.log(table.samples)
-        speed = explain(self._kernel, log_samples, speeds, trusted=trusted)
+        speed = explain(self._kernel, log_samples, speeds)
         log_needed = np.log(table.needed)
-        trusted_peaks = trusted if peaks else 1.0  # OOMs alone do not say how large anything is
-        peak = explain(self._kernel, log_needed, peaks, scale=PEAK_SCALE, trusted=trusted_peaks)
+        of_peaks = functools.partial(explain, self._kernel, log_needed, scale=PEAK_SCALE)
+        trusted = TRUSTED if peaks else 1.0  # OOMs alone do not say how large anything is
+        bounds = []
         if ooms:
-            mean, sigma = peak.mean, peak.sigma
-            bounds = [above(least, float(mean[at]), float(sigma[at]), at) for at, least in ooms.items()]
-            peak = explain(self._kernel, log_needed, [*peaks, *bounds], scale=PEAK_SCALE, trusted=trusted_peaks)
-        fits = peak.probability_below(np.log(limit_bytes))
+            there = of_peaks(peaks, trusted=trusted, at=[*ooms])
+            for place, least, mean, sigma in zip(ooms, ooms.values(), there.mean, there.sigma, strict=True):
+                bound = above(least, float(mean), float(sigma), place)
+                if bound.sigma < _MOST_SIGMAS * sigma:
+                    bounds.append(bound)
+        peak = of_peaks([*bounds, *peaks], trusted=trusted)
+        log_limit = np.log(limit_bytes)
+        fits, by_measurements = peak.probability_below(log_limit), peak.of_measurements.probability_below(log_limit)
         hopeless = fits < normal_cdf(-HOPELESS_SIGMAS)
         host_share = self._host_share(table.host_bytes * self.predictor.job.ranks / self.hardware.nodes)
         if host_ran_out:  # before the first host OOM the memory estimate is used without an interval
-            fits = fits * normal_cdf(-np.log(np.maximum(host_share, 1e-9)) / self.predictor.host_sigma)
+            on_host = normal_cdf(-np.log(np.maximum(host_share, 1e-9)) / self.predictor.host_sigma)
+            fits, by_measurements = fits * on_host, by_measurements * on_host
         step_seconds = table.step * np.exp(log_samples - speed.mean)
-        return Forecast(speed, peak, step_seconds, fits, hopeless, host_share > MOST_OF_HOST)
+        host_hopeless = host_share > MOST_OF_HOST
+        return Forecast(speed, peak, step_seconds, fits, by_measurements, hopeless, host_hopeless)
 
     def _host_share(self, kept: Floats) -> Floats:
         """Return the predicted host memory of each candidate, as a share of what a node has, (n,).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import Counter, deque
@@ -18,7 +19,7 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, TRUSTED, Belief, Forecast, Mixture, Point
+from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, TRUSTED, Belief, Forecast, Point
 from autotune.search.pruning import CandidatePool, DominanceRules, numbered
 from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, speed_left
 from autotune.util.units import format_bytes, format_percent
@@ -222,19 +223,10 @@ class Proposer:
     # -- belief ------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        for name in ("_forecast", "_forecast_of_measurements"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_forecast", None)
 
     @functools.cached_property
     def _forecast(self) -> Forecast:
-        return self._forecasts(TRUSTED)
-
-    @functools.cached_property
-    def _forecast_of_measurements(self) -> Forecast:
-        """Forecast from measurements alone, whatever is predicted."""
-        return self._forecasts(0.0)
-
-    def _forecasts(self, trusted: float) -> Forecast:
         speeds = [
             Point(point.place, point.value, point.sigma, self._call - point.call) for point in self._speeds.values()
         ]
@@ -245,7 +237,6 @@ class Proposer:
             {at: least for at, least in self._ooms.items() if at not in self._peaks},
             self._limit_bytes,
             host_ran_out=self._host_ran_out,
-            trusted=trusted,
         )
 
     def skips(self) -> dict[str, int]:
@@ -273,7 +264,7 @@ class Proposer:
             places = np.flatnonzero(self._available & ~forecast.host_hopeless)
             speed = forecast.speed
             sigmas = np.hypot(speed.sigmas[:, places], CLAIM_SIGMA)  # the best was measured once
-            ahead = Mixture(speed.weights, speed.means[:, places] - best, sigmas, speed.trust)
+            ahead = dataclasses.replace(speed, means=speed.means[:, places] - best, sigmas=sigmas)
             left = math.expm1(speed_left(ahead, forecast.fits[places], self._group[places]))
         ruled_out = self.stopped is not None and self.stopped.reason is StopReason.ALL_TRIED
         untried = bool(self._pool.open_mask.any()) and not ruled_out
@@ -400,10 +391,9 @@ class Proposer:
         measuring = self._costs.measuring_seconds(forecast.step_seconds, self._accumulation)
         excluded |= startup + measuring / 2 > self._left_seconds  # half of the steps are the least that says something
         # Trials are where the predictor sends them, so agreement there cannot raise its probability elsewhere.
-        alone = self._forecast_of_measurements
-        fits = TRUSTED * forecast.fits + (1 - TRUSTED) * alone.fits  # the speed by the predictor is doubted
+        fits = TRUSTED * forecast.fits + (1 - TRUSTED) * forecast.fits_by_measurements
         gain = TRUSTED * forecast.speed.expected_gain(best) * forecast.fits
-        gain += (1 - TRUSTED) * alone.speed.expected_gain(best) * fits
+        gain += (1 - TRUSTED) * forecast.speed.of_measurements.expected_gain(best) * fits
         return np.where(excluded, -np.inf, gain / (startup + measuring)), gain
 
     def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:

@@ -51,9 +51,6 @@ class StopReason(Enum):
     MACHINE_ERROR = "stopped: the machine fails"  # any MachineError
     # Proposer._decide (search/proposer.py); the last two: FallbackSchedule.stop there
     ALL_TRIED = "every candidate is tried or ruled out"
-    NOTHING_BETTER = (
-        "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"  # stored by 0.2
-    )
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"
     NOTHING_FITS = "nothing fits: memory was too small for {tried} (--exhaustive goes on)"
     NOTHING_RUNS = "nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"

@@ -22,7 +22,7 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
-    return bool(Dominance([candidate, other]).at_least_as_large(other)[0])
+    return bool(Dominance([candidate, other]).at_least_as_large(1)[0])
 
 
 def make_proposer(replay_table: ReplayTable, capacity_gib: float | None = None, **options: object) -> Proposer:
@@ -259,11 +259,12 @@ def test_what_measurements_alone_expect_is_tried_though_the_predictor_agrees_wit
     run_to_end(proposer, replay_table)
     forecast, fast = proposer._forecast, int(np.flatnonzero(proposer._available)[0])
     assert proposer._best is not None
-    means = np.tile(forecast.speed.mean - 5.0, (len(forecast.speed.means), 1))
-    means[:, fast] = proposer._best + 0.5
-    alone = dataclasses.replace(forecast, speed=dataclasses.replace(forecast.speed, means=means))
+    believed = forecast.speed
+    means = believed.means - 5.0
+    means[~believed.predicts, fast] = proposer._best + 0.5
+    speed = dataclasses.replace(believed, means=means)
     fits = np.ones(len(proposer.candidates))
-    proposer.__dict__["_forecast_of_measurements"] = dataclasses.replace(alone, fits=fits)
+    proposer.__dict__["_forecast"] = dataclasses.replace(forecast, speed=speed, fits_by_measurements=fits)
     proposal = proposer.next()
     assert proposal is not None
     assert proposal.candidate == proposer.candidates[fast]

@@ -11,7 +11,7 @@ from autotune.search.stopping import Confidence, StopReason, speed_left
 
 def bound(ahead: float, sigma: float, fits: float, count: int, groups: int) -> float:
     one = np.ones(count)
-    believed = Mixture(np.ones(1), ahead * one[None], sigma * one[None], 1.0)
+    believed = Mixture(np.zeros(1), ahead * one[None], sigma * one[None], np.ones(1, bool))
     return speed_left(believed, fits * one, np.arange(count) % groups)
 
 
