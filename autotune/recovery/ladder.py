@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autotune.masking import masked_data
-from autotune.predict.features import Flags, installed_deepspeed
+from autotune.predict.features import installed_deepspeed
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
@@ -23,7 +23,7 @@ from autotune.problem.outcome import Measurement, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.script.profile import loops_by_hand
-from autotune.search.pruning import Dominance, DominanceRules, HostDominance
+from autotune.search.pruning import Dominance, DominanceRules
 from autotune.util.bounds import bounded_bytes
 from autotune.util.files import write_atomically
 
@@ -118,7 +118,7 @@ def recovery_ladder(
         Rung(candidate, float(peaks[i]), float(speeds[i]), candidate in measured, float(table.host_bytes[i]))
         for i, candidate in enumerate(candidates)
     ]
-    memory = RungMemory(every, predictor.hardware, job.ranks, predictor.trace)
+    memory = rung_memory(every, predictor.hardware, job.ranks, predictor.trace)
     micro_batches = np.array([candidate.micro_batch for candidate in candidates])
     for i, candidate in enumerate(candidates):
         if failed.get(candidate) is OutcomeKind.OOM_DEVICE:
@@ -139,26 +139,16 @@ def recovery_ladder(
         ladder.append(every[at])
 
 
-class RungMemory:
-    """Compare the memory need of rungs by the rules with which the search excludes candidates after an OOM.
+def rung_memory(rungs: Sequence[Rung], hardware: Hardware, ranks: int, trace: Trace | None = None) -> Dominance:
+    """Return the rules with which the search excludes candidates after an OOM, for rungs.
 
     Args:
         trace: the model's trace; None if its sizes are unknown, which compares fewer rungs.
     """
-
-    def __init__(self, rungs: Sequence[Rung], hardware: Hardware, ranks: int, trace: Trace | None = None) -> None:
-        candidates = [rung.candidate for rung in rungs]
-        self._candidates = candidates
-        self._device = Dominance(candidates, DominanceRules.for_device(hardware.device, ranks, trace))
-        self._host = HostDominance(candidates, np.array([rung.host_bytes for rung in rungs]))
-        self._host_is_device = hardware.device != "cuda"
-
-    def at_least_as_large(self, at: int, kind: OutcomeKind) -> Flags:
-        """Return whether each rung needs at least as much of the exhausted memory as the one at this place, (n,)."""
-        dominance: Dominance | HostDominance = self._device
-        if kind is OutcomeKind.OOM_HOST and not self._host_is_device:
-            dominance = self._host
-        return dominance.at_least_as_large(self._candidates[at])
+    host = None
+    if hardware.device == "cuda":
+        host = np.array([rung.host_bytes for rung in rungs])
+    return Dominance([rung.candidate for rung in rungs], DominanceRules.for_device(hardware.device, ranks, trace), host)
 
 
 def _explicit(candidate: Candidate) -> dict[str, Value]:

@@ -27,7 +27,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TrainingTrace
 from autotune.rank.ds_config import all_ops, needed_ops
-from autotune.recovery.ladder import Rung, RungMemory
+from autotune.recovery.ladder import Rung, rung_memory
 from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import length_lines, rows_factor, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
@@ -148,7 +148,7 @@ class Supervisor:
         self._needs = RankRequirements(
             hardware.device, self.threads, training=True, cwd=job.script.cwd, interpreter=job.interpreter
         )
-        self._memory = RungMemory(ladder, hardware, job.ranks)
+        self._memory = rung_memory(ladder, hardware, job.ranks)
         self._too_large = np.zeros(len(ladder), dtype=bool)  # rungs that need no less than one that ran out of memory
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None

@@ -3,7 +3,7 @@
 `CandidatePool.observe` excludes by the kind of a failure:
 
 - Device OOM: candidates of the same stage that surely need at least as much (`Dominance`).
-- Host OOM: on GPUs, candidates that offload at least as much (`HostDominance`), and as other failures.
+- Host OOM: candidates that surely need at least as much host memory, and as other failures.
 - Any other failure: the same engine. If several engines failed with one text, the settings that all of them share.
 
 An exclusion by host memory or by shared settings needs that none of its candidates has worked.
@@ -53,8 +53,7 @@ class CandidatePool:
 
         Args:
             rules: dominance rules for device memory.
-            host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
-                are one.
+            host: (n,) bytes that each candidate keeps in host memory; None if host and device are one.
         """
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
@@ -65,8 +64,7 @@ class CandidatePool:
         self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
         self._reserved = self.running  # running candidates and similar ones
         self.skipped: Counter[str] = Counter()
-        self._dominance = Dominance(candidates, rules)
-        self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
+        self._dominance = Dominance(candidates, rules, host)
         self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
         self._accumulation = np.array([candidate.accumulation for candidate in candidates])
         self.family = numbered(candidate.family for candidate in candidates)
@@ -177,13 +175,16 @@ class CandidatePool:
         at = self.index.get(candidate)
         if at is None or self.device_too_large[at]:  # an earlier device OOM has already excluded all larger candidates
             return
-        larger = self._dominance.at_least_as_large(candidate)
+        larger = self._dominance.at_least_as_large(at)
         self.device_too_large |= larger
         self.exclude(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _exclude_larger_on_host(self, candidate: Candidate) -> None:
-        """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
-        larger = self._host.at_least_as_large(candidate)
+        """Exclude candidates that need at least as much host memory as one with a host OOM, unless one of them has worked."""
+        at = self.index.get(candidate)
+        if at is None:
+            return
+        larger = self._dominance.at_least_as_large(at, OutcomeKind.OOM_HOST)
         if not (larger & self._worked_mask).any():
             self.host_too_large |= larger
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
@@ -274,10 +275,21 @@ class Dominance:
 
     Each stage has its own buffers, so candidates of different stages are not compared. Knobs that may raise or lower
     memory must be equal.
+
+    A candidate needs at least as much host memory under two further conditions. At least the same parts are offloaded to
+    the same places, and the memory estimate counts no fewer bytes. Micro-batches and buckets are on the device and do not
+    matter.
+
+    Args:
+        host: (n,) bytes in host memory; 0 if nothing is offloaded, which excludes the candidate from comparison. None if
+            host and device are one.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], rules: DominanceRules = EVERY_RULE) -> None:
-        self._index = {candidate: i for i, candidate in enumerate(candidates)}
+    def __init__(
+        self, candidates: Sequence[Candidate], rules: DominanceRules = EVERY_RULE, host: Floats | None = None
+    ) -> None:
+        self._host = host
+        self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
         spares = {name: kinds for name, kinds in _SPARES.items() if name not in OFFLOADING or name in rules.spared_by}
         handled = {
             *MORE_IS_MORE,
@@ -305,14 +317,13 @@ class Dominance:
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
         self._others = numbered(tuple(item for item in c.knobs if item[0] not in handled) for c in candidates)
 
-    def at_least_as_large(self, candidate: Candidate) -> Flags:
-        """Return whether each candidate needs at least as much memory as the given one, (n,).
-
-        All values are False if the given candidate is not in the list.
-        """
-        at = self._index.get(candidate)
-        if at is None:
-            return np.zeros(len(self._stage), dtype=bool)
+    def at_least_as_large(self, at: int, kind: OutcomeKind = OutcomeKind.OOM_DEVICE) -> Flags:
+        """Return whether each candidate needs at least as much of the exhausted memory as the one at a place, (n,)."""
+        if kind is OutcomeKind.OOM_HOST and self._host is not None:
+            found = (self._stage == self._stage[at]) & (self._host >= self._host[at]) & (self._host[at] > 0)
+            for where in self._where:
+                found &= (where == where[at]) | (where[at] == "none")
+            return np.asarray(found)
         found = self._others == self._others[at]  # the other knobs include the stage
         # accumulation may need its own gradient buffer
         found &= (self._accumulation == self._accumulation[at]) | (self._accumulation > 1)
@@ -331,34 +342,4 @@ class Dominance:
         found &= (ratios <= ratios[at]) & comparable
         doubles = self._rules.overlap_doubles and self._stage[at] in (1, 2)
         found &= (self._overlap == self._overlap[at]) | (doubles & (self._overlap == 1.0))
-        return np.asarray(found)
-
-
-class HostDominance:
-    """Compare the host memory of candidates.
-
-    A candidate needs at least as much under three conditions. The stage is the same, at least the same parts are
-    offloaded to the same places, and the memory estimate counts no fewer bytes. Micro-batches and buckets are on the device
-    and do not matter.
-
-    Args:
-        host: (n,) bytes in host memory; 0 if nothing is offloaded, which excludes the candidate from comparison.
-    """
-
-    def __init__(self, candidates: Sequence[Candidate], host: Floats) -> None:
-        self._index = {candidate: i for i, candidate in enumerate(candidates)}
-        self._host, self._stage = host, np.array([c.stage for c in candidates])
-        self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
-
-    def at_least_as_large(self, candidate: Candidate) -> Flags:
-        """Return whether each candidate needs at least as much host memory as the given one, (n,).
-
-        All values are False if the given candidate offloads nothing.
-        """
-        at = self._index.get(candidate)
-        if at is None or self._host[at] <= 0:
-            return np.zeros(len(self._stage), dtype=bool)
-        found = (self._stage == self._stage[at]) & (self._host >= self._host[at])
-        for where in self._where:
-            found &= (where == where[at]) | (where[at] == "none")
         return np.asarray(found)

@@ -26,8 +26,8 @@ COUNTED = sorted(DATA.glob("live_tensors*.json"))
 def pairs(candidates: Sequence[Candidate], rules: DominanceRules) -> Iterator[tuple[Candidate, Candidate]]:
     """(one, another that is said to need no less)."""
     dominance = Dominance(candidates, rules)
-    for one in candidates:
-        for at in np.flatnonzero(dominance.at_least_as_large(one)):
+    for place, one in enumerate(candidates):
+        for at in np.flatnonzero(dominance.at_least_as_large(place)):
             if candidates[at] != one:
                 yield one, candidates[at]
 
@@ -40,9 +40,9 @@ def test_what_ran_out_rules_out_nothing_that_ran(path: Path) -> None:
     dominance = Dominance(candidates, rules)
     fits = np.array([replay_table.rows[candidate].kind is OutcomeKind.OK for candidate in candidates])
     ruled_out = np.zeros_like(fits)
-    for candidate in candidates:
+    for place, candidate in enumerate(candidates):
         if replay_table.rows[candidate].kind is OutcomeKind.OOM_DEVICE:
-            larger = dominance.at_least_as_large(candidate)
+            larger = dominance.at_least_as_large(place)
             assert not [candidates[at] for at in np.flatnonzero(larger & fits)], candidate
             ruled_out |= larger
     assert ruled_out.sum() >= min(10, int((~fits).sum()))

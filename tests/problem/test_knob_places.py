@@ -113,7 +113,7 @@ def _is_exported(a: Candidate, b: Candidate) -> bool:
 
 def _is_ordered(a: Candidate, b: Candidate) -> bool:
     compared = Dominance([a, b])
-    return bool(compared.at_least_as_large(a)[1] or compared.at_least_as_large(b)[0])
+    return bool(compared.at_least_as_large(0)[1] or compared.at_least_as_large(1)[0])
 
 
 def missing_places(name: str, knob: Knob) -> list[str]:

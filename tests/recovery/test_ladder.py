@@ -10,7 +10,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Measurement, OutcomeKind
 from autotune.problem.space import load_space
-from autotune.recovery.ladder import CROSSED, LESS, Rung, RungMemory, recovery_ladder, write_ladder
+from autotune.recovery.ladder import CROSSED, LESS, Rung, recovery_ladder, rung_memory, write_ladder
 from autotune.search.pruning import Dominance
 from autotune.util.units import GIB
 from tests.conftest import make_job
@@ -106,7 +106,7 @@ def test_no_rung_needs_at_least_as_much_as_one_above_by_dominance() -> None:
     ladder = [rung.candidate for rung in make({TOP: won, larger: less, larger_accumulated: less})]
     assert len(ladder) > 3
     for above, below in itertools.combinations(ladder, 2):
-        assert not Dominance([above, below]).at_least_as_large(above)[1]
+        assert not Dominance([above, below]).at_least_as_large(0)[1]
 
 
 def test_no_rung_needs_at_least_as_much_as_an_oom_of_the_study() -> None:
@@ -115,17 +115,17 @@ def test_no_rung_needs_at_least_as_much_as_an_oom_of_the_study() -> None:
     assert first in [rung.candidate for rung in make(failed={smaller: OutcomeKind.CRASH})]
     ladder = make(failed={smaller: OutcomeKind.OOM_DEVICE})
     assert len(ladder) > 2
-    assert not any(Dominance([smaller, rung.candidate]).at_least_as_large(smaller)[1] for rung in ladder[1:])
+    assert not any(Dominance([smaller, rung.candidate]).at_least_as_large(0)[1] for rung in ladder[1:])
 
 
 def test_a_host_oom_compares_host_memory() -> None:
     offloaded = TOP.but(offload_optimizer="cpu")
     halved = offloaded.but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4)
     rungs = [Rung(offloaded, 3e9, 3.0, True, 8e9), Rung(halved, 2e9, 2.0, True, 8e9), Rung(TOP, 1e9, 1.0, True)]
-    memory = RungMemory(rungs, HARDWARE, 4)
+    memory = rung_memory(rungs, HARDWARE, 4)
     assert memory.at_least_as_large(0, OutcomeKind.OOM_HOST).tolist() == [True, True, False]
     assert memory.at_least_as_large(0, OutcomeKind.OOM_DEVICE).tolist() == [True, False, False]
-    on_cpu = RungMemory(rungs, replace(HARDWARE, device="cpu"), 4)
+    on_cpu = rung_memory(rungs, replace(HARDWARE, device="cpu"), 4)
     assert on_cpu.at_least_as_large(0, OutcomeKind.OOM_HOST).tolist() == [True, False, False]
 
 

@@ -102,7 +102,7 @@ def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(
     def fails(one: Candidate) -> bool:
         return all(one.get(name) == value for name, value in bad.items())
 
-    pool, failed = CandidatePool(candidates, EVERY_RULE), set()
+    pool, failed = CandidatePool(candidates, EVERY_RULE, np.zeros(len(candidates))), set()
     for one in sorted(candidates, key=lambda c: not fails(c)):
         if pool.open_mask[pool.index[one]]:
             pool.observe(one, Outcome(kind if fails(one) else OutcomeKind.OK, source=Source.SIGNAL))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from autotune.predict.trace_data import Pass, Trace
 from autotune.problem.candidate import Candidate
-from autotune.search.pruning import Dominance, DominanceRules, HostDominance
+from autotune.problem.outcome import OutcomeKind
+from autotune.search.pruning import Dominance, DominanceRules
 from tests.conftest import make_candidate
 
 RATIO = "zero_optimization.offload_optimizer.ratio"
@@ -17,7 +18,7 @@ STAGE_3 = make_candidate(3, 4, 2, overlap_comm=False)
 
 def dominates(one: Candidate, other: Candidate) -> bool:
     """Whether `one` is known to need at least as much memory as `other`."""
-    return bool(Dominance([other, one]).at_least_as_large(other)[1])
+    return bool(Dominance([other, one]).at_least_as_large(0)[1])
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,9 @@ def test_a_size_that_one_leaves_open_is_compared_with_none() -> None:
 
 def test_on_cpu_ranks_offloading_spares_nothing() -> None:
     out, kept = make_candidate(3, offload_optimizer="cpu"), make_candidate(3)
-    assert Dominance([out, kept], DominanceRules.for_device("cuda", 2, trace_of(10**6))).at_least_as_large(
-        out
-    ).tolist() == [True, True]
-    assert Dominance([out, kept], DominanceRules.for_device("cpu")).at_least_as_large(out).tolist() == [True, False]
+    on_gpus = DominanceRules.for_device("cuda", 2, trace_of(10**6))
+    assert Dominance([out, kept], on_gpus).at_least_as_large(0).tolist() == [True, True]
+    assert Dominance([out, kept], DominanceRules.for_device("cpu")).at_least_as_large(0).tolist() == [True, False]
 
 
 def trace_of(largest: int) -> Trace:
@@ -112,15 +112,9 @@ def test_an_offloaded_optimizer_spares_where_its_share_is_more_than_one_gradient
     assert "offload_param" in DominanceRules.for_device("cuda", ranks, trace_of(10**6)).spared_by
 
 
-def test_a_stranger_is_compared_with_none() -> None:
-    flags = Dominance([STAGE_2, STAGE_3]).at_least_as_large(make_candidate(1))
-    assert flags.tolist() == [False, False]
-    assert flags.dtype == bool
-
-
 def test_each_of_many_is_compared_by_its_place() -> None:
     bigger, other = STAGE_2.but(train_micro_batch_size_per_gpu=8), STAGE_3
-    assert Dominance([other, bigger, STAGE_2]).at_least_as_large(STAGE_2).tolist() == [False, True, True]
+    assert Dominance([other, bigger, STAGE_2]).at_least_as_large(2).tolist() == [False, True, True]
 
 
 candidates = st.builds(
@@ -143,20 +137,19 @@ candidates = st.builds(
 @given(st.lists(candidates, min_size=1, max_size=12, unique=True))
 def test_it_is_a_preorder(all_of_them: list[Candidate]) -> None:
     dominance = Dominance(all_of_them)
-    rows = {one: dominance.at_least_as_large(one) for one in all_of_them}
-    for i, one in enumerate(all_of_them):
-        assert rows[one][i], "each needs no less than itself"
-        for j, more in enumerate(all_of_them):
-            if rows[one][j]:
-                assert not (rows[more] & ~rows[one]).any(), "what needs no less than the greater does of the lesser"
+    rows = [dominance.at_least_as_large(at) for at in range(len(all_of_them))]
+    for i, row in enumerate(rows):
+        assert row[i], "each needs no less than itself"
+        for j in np.flatnonzero(row):
+            assert not (rows[j] & ~row).any(), "what needs no less than the greater does of the lesser"
 
 
 def test_on_cpu_ranks_many_small_micro_batches_of_stage_2_may_need_more() -> None:
     for stage, larger_is_ruled_out in ((1, True), (2, False)):
         many, few, as_many = (make_candidate(stage, size, steps) for size, steps in ((1, 16), (4, 4), (4, 16)))
-        found = Dominance([many, few, as_many], DominanceRules.for_device("cpu")).at_least_as_large(many)
+        found = Dominance([many, few, as_many], DominanceRules.for_device("cpu")).at_least_as_large(0)
         assert found.tolist() == [True, larger_is_ruled_out, True]
-        on_gpus = Dominance([many, few, as_many]).at_least_as_large(many)
+        on_gpus = Dominance([many, few, as_many]).at_least_as_large(0)
         assert on_gpus.all()
 
 
@@ -190,17 +183,15 @@ BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 def test_which_need_no_less_of_the_host(
     than: Candidate, changes: dict[str, str], gib: tuple[float, float], needs_no_less: bool
 ) -> None:
-    found = HostDominance([than, than.but(**changes)], np.array(gib)).at_least_as_large(than)
+    dominance = Dominance([than, than.but(**changes)], host=np.array(gib))
+    found = dominance.at_least_as_large(0, OutcomeKind.OOM_HOST)
     assert found.dtype == bool
     assert found.tolist() == [gib[0] > 0, needs_no_less]
-
-
-def test_who_is_none_of_them_rules_out_nothing_of_the_host() -> None:
-    assert HostDominance([OFFLOADS], np.array([8.0])).at_least_as_large(STAGE_2).tolist() == [False]
 
 
 def test_what_is_left_open_of_offloading_is_none() -> None:
     bare = Candidate.of({"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "offload_optimizer": "cpu"})
     said = OFFLOADS.but(offload_param="cpu")
-    assert HostDominance([bare, said], np.array([8.0, 9.0])).at_least_as_large(bare).all()
-    assert HostDominance([said, bare], np.array([8.0, 9.0])).at_least_as_large(said).tolist() == [True, False]
+    dominance = Dominance([bare, said], host=np.array([8.0, 9.0]))
+    assert dominance.at_least_as_large(0, OutcomeKind.OOM_HOST).all()
+    assert dominance.at_least_as_large(1, OutcomeKind.OOM_HOST).tolist() == [False, True]
