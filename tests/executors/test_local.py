@@ -83,7 +83,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert outcome.ok
     assert outcome.measurement is not None
     assert not outcome.measurement.extrapolated
-    assert outcome.measurement.steps >= 5
+    assert outcome.measurement.steps >= VERIFY.min_steps
     assert outcome.measurement.phase_seconds["save"] > 0
     folder = Path(outcome.log or "")
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"

@@ -35,17 +35,17 @@ records = []
 with stop_on_signals() as stopped, observer:
     for number in range(3):
         observer.doing(f"building op {number} (it took 54.1 s the last time)")
-        time.sleep(0.3)
+        time.sleep(0.15)
         observer.print_line(f"MARK built {number} END")
         observer.doing("")
-        time.sleep(0.3)
+        time.sleep(0.15)
     observer.begin_study(lambda: Leaderboard(records, detect("cpu", 2), make_job()))
     observer.start(60.0, 1.0)
     for number in range(30):
         if stopped.is_set():
             break
         observer.trial_started(number, make_candidate(), "search", "")
-        time.sleep(0.05)
+        time.sleep(0.02)
         records.append(Record(number, make_candidate(), outcome, "search"))
         observer.trial_finished(number, make_candidate(), "search", outcome)
         observer.print_line(f"MARK line {number} {'long ' * 30}END")
