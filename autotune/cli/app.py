@@ -97,7 +97,7 @@ def plan(request: Request) -> None:
     if request.as_json:
         emit({"plans": [one.to_json() for one in found]} if compared else found[0].to_json())
     elif compared:
-        comparison_table(found).show(console(), folded="config")
+        comparison_table(found).show(console())
     else:
         show_plan(found[0], console())
     if not fit_surely(found, request):

@@ -71,8 +71,11 @@ class Outlook:
 
     @property
     def mfu_interval(self) -> Interval | None:
-        """Interval as shares, like `mfu`."""
-        return self._scaled(self.mfu)
+        """Interval as shares, like `mfu`, which is proportional to the speed."""
+        if self.mfu is None:
+            return None
+        low, high = self.tokens_interval
+        return self.mfu * low / self.tokens_per_second, self.mfu * high / self.tokens_per_second
 
     @property
     def hours(self) -> float:
@@ -107,13 +110,6 @@ class Outlook:
     def host_bytes(self) -> float:
         """Main memory that each node needs."""
         return host_bytes_per_node(self.prediction.host_bytes, self.hardware)
-
-    def _scaled(self, value: float | None) -> Interval | None:
-        """Return the interval of a value proportional to speed."""
-        if value is None:
-            return None
-        low, high = self.tokens_interval
-        return value * low / self.tokens_per_second, value * high / self.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
         """Return the outlook for JSON: bytes, seconds, shares and dollars; null if unknown."""
@@ -374,7 +370,6 @@ _SHORT = {  # in the legend
 }
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
-_UNBOUNDED = 10_000  # columns, more than any table has
 # DeepSpeed 0.19.8's TiledFusedLogitsLoss is not named: accumulation and fp16's scale do not reach its gradient of the head.
 CHUNKED_LOSSES = "TRL's chunked loss or Liger's fused_linear_cross_entropy"
 # An MFU above the first is shown with the best that a published run of several GPUs reached (InternLM/xtuner, A100:
@@ -601,20 +596,16 @@ class PlanTable:
     rows: tuple[tuple[tuple[str, ...], str], ...]  # (cells, `own`, `none` for what does not fit, or empty)
     note: str = ""
 
-    def show(self, out: Console, folded: str = "") -> None:
-        """Print the table and its note; long cells of the column `folded` take several lines."""
+    def show(self, out: Console) -> None:
+        """Print the table and its note."""
         styles = {"own": "bold", "none": "dim"}
         title = Text(self.title)
         table = DataTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for name in self.columns:
             justify: JustifyMethod = "right" if name in self.numbers else "left"
-            table.add_column(name, justify=justify, no_wrap=name != folded, overflow="fold")
+            table.add_column(name, justify=justify, overflow="fold")
         for cells, kind in self.rows:
             table.add_row(*cells, style=styles.get(kind, ""))
-        whole = out.measure(table, options=out.options.update(width=_UNBOUNDED)).maximum
-        if whole > _width(out) and not folded:
-            for column in table.columns:  # otherwise rich cuts cells off
-                column.no_wrap = False
         _put(out, table)
         if self.note:
             _put(out, Text(self.note, style="dim"))

@@ -39,7 +39,7 @@ from tests.conftest import make_candidate, make_job
 def shown(plan: Plan) -> str:
     out = Console(record=True, width=140, file=io.StringIO())
     show_plan(plan, out)
-    comparison_table([plan]).show(out, folded="config")
+    comparison_table([plan]).show(out)
     return out.export_text()
 
 
