@@ -655,7 +655,7 @@ def _planned_hardware(name: str | None, request: Request) -> Hardware:
     _, headroom = _limits(request)
     host = parse_memory(request.host_memory) if request.host_memory else None
     count = gpus_per_node * nodes
-    if nodes > 1 and count > MOST_GPUS:
+    if count > MOST_GPUS:
         raise UserError(
             f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
         )

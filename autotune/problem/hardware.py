@@ -192,12 +192,8 @@ def named_hardware(
     """Return `count` GPUs of the named model in `nodes` machines; this machine need not have any. Host memory is per machine.
 
     Raises:
-        UserError: no such GPU, or impossible counts.
+        UserError: no such GPU, or the nodes cannot share them evenly.
     """
-    if not 1 <= count <= 4096:
-        raise UserError(f"--gpus {count}: expected 1 to 4096")
-    if nodes < 1 or count % nodes:
-        raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs of all nodes")
     row = named_gpu(name)
     host = host_memory_bytes or default_host_bytes(row.name, count // nodes)
     memory = int(row.memory_gib * GIB)

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
-from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec, attention_heads
+from autotune.problem.models import CAUSAL, SEQ2SEQ, ModelSpec, attention_heads
 from autotune.util.bounds import display_value, known_fields, used_fields, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 
@@ -358,7 +358,6 @@ class Job:
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--attn", self.attention, ATTENTIONS),
             ("--loss", self.loss, LOSSES),
-            ("--task", self.task, TASKS),
         ):
             if value is not None and value not in known:
                 raise UserError(f"{option} {value}: expected one of {', '.join(known)}")
@@ -366,8 +365,6 @@ class Job:
             raise UserError(
                 f"--lengths with --seq-len packs sequences, which is for --task {CAUSAL}: {self.task} has no packed rows"
             )
-        if self.packed and not self.lengths:
-            raise UserError("packing needs the lengths of the sequences: give --lengths FILE")
         if why := self._unsplittable():
             raise UserError(f"{SEQUENCE_RANKS} {display_value(repr(self.base_config[SEQUENCE_RANKS]))}: {why}")
         if self.global_batch_size is not None:

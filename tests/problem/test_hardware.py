@@ -365,10 +365,6 @@ def test_a_named_gpu_need_not_be_here(name: str, count: int) -> None:
 def test_a_named_machine_as_the_user_describes_it() -> None:
     found = named_hardware("rtx4090", 4, host_memory_bytes=5 * GIB, headroom=0.2)
     assert (found.host_memory_bytes, found.headroom) == (5 * GIB, 0.2)
-    assert named_hardware("rtx4090", 4096).count == 4096
-    for count in (0, 4097):
-        with pytest.raises(UserError, match=f"--gpus {count}: expected 1 to 4096"):
-            named_hardware("rtx4090", count)
 
 
 def test_rates_given_outright_outrank_the_table() -> None:
@@ -394,8 +390,6 @@ def test_nodes_share_the_devices_and_have_a_network_each() -> None:
 
 @pytest.mark.parametrize("nodes", [0, 16])
 def test_nodes_must_divide_the_devices(nodes: int) -> None:
-    with pytest.raises(UserError, match=f"--nodes {nodes}: expected a divisor"):
-        named_hardware("a100-80gb", 8, nodes=nodes)
     with pytest.raises(UserError, match="cannot be split"):
         dataclasses.replace(named_hardware("a100-80gb", 8), nodes=nodes)
 

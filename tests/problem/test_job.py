@@ -62,7 +62,6 @@ def test_the_key_is_of_everything_and_of_no_order() -> None:
             {"attention": "fast"},
             "--attn fast: expected one of eager, sdpa, flash_attention_2, flash_attention_3, flex_attention",
         ),
-        ({"packed": True}, "packing needs the lengths of the sequences: give --lengths FILE"),
         ({"global_batch_size": 0}, "--global-batch-size: expected a whole number from 1 to 2147483648, found 0"),
         (
             {"ranks": 4, "global_batch_size": 10},
