@@ -10,10 +10,12 @@ from autotune.errors import readable
 from autotune.results.export import export_store
 from autotune.results.output_files import check_out
 from autotune.results.report.build import study_report, without_secrets
-from autotune.results.report.html import study_page, write_page
+from autotune.results.report.html import study_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import VERIFY, Record
+from autotune.util.files import cannot_write, write_atomically
+from autotune.util.streams import printable
 from autotune.util.units import counted
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -42,7 +44,11 @@ def write_study(store: StudyStore, out: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    write_page(_study_html(store), out)
+    try:
+        # a name may hold bytes that are no text, or move a terminal's cursor
+        write_atomically(out, printable(_study_html(store).encode(errors="replace").decode()))
+    except OSError as error:
+        raise cannot_write(out, error, "name another file") from None
 
 
 def _study_html(store: StudyStore) -> str:

@@ -9,7 +9,6 @@ import json
 import math
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,8 +19,6 @@ from autotune.results.console import knob_words
 from autotune.results.report import figures
 from autotune.results.report.build import value_text
 from autotune.results.report.model import StudyReport, Trial
-from autotune.util.files import cannot_write, write_atomically
-from autotune.util.streams import printable
 from autotune.util.units import format_bytes, format_duration
 
 # -- page --------------------------------------------------------------------------------------------------------------
@@ -122,19 +119,3 @@ def _short(value: Any) -> Any:
     if not math.isfinite(value):
         return None  # JSON has no such number
     return round(value) if abs(value) >= 1e5 else float(f"{value:.5g}")
-
-
-# -- the file --------------------------------------------------------------------------------------------------------------
-
-
-def write_page(html: str, out: Path) -> None:
-    """Write the file completely or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        # a name may hold bytes that are no text, or move a terminal's cursor
-        write_atomically(out, printable(html.encode(errors="replace").decode()))
-    except OSError as error:
-        raise cannot_write(out, error, "name another file") from None
