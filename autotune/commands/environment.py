@@ -44,11 +44,7 @@ NAMED_MODEL = (*TRAINING, "transformers")
 
 
 def ranks_python(
-    typed: str | None,
-    print_line: Callable[[str], None],
-    *,
-    needed: Sequence[str] = (),
-    named: Sequence[str] | None = None,
+    typed: str | None, print_line: Callable[[str], None], *, needed: Sequence[str] = (), optional: bool = False
 ) -> Interpreter:
     """Select the ranks' Python.
 
@@ -56,27 +52,22 @@ def ranks_python(
         typed: `--python`; without it AUTOTUNE_PYTHON counts, then the tuner's own, then an active one.
         print_line: receives a line about the chosen Python if the user has not named it.
         needed: packages that are required; without any, neither packages nor versions are checked.
-        named: packages that are required if the user has named a Python; None: `needed`.
+        optional: the tuner's own Python will do, unchecked, unless the user has named another.
 
     Raises:
         UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
     found, named_by = _found(typed, print_line)
-    if named_by and named is not None and names_python(typed):
-        needed = named
-    elif named_by and named is not None:
-        try:  # an unnamed active environment is optional: it is skipped if it does not suffice
-            _check_packages(found, named, named_by)
-            check_versions(found)
-        except UserError as error:
-            print_line(f"{error}: it is not used")
-            return OWN
-    if needed:
+    if not needed or (optional and not named_by):
+        return found
+    try:
         _check_packages(found, needed, named_by)
-        try:
-            check_versions(found)
-        except UserError as error:
-            raise UserError(f"{named_by or found.path}: {error}") from None
+        check_versions(found, f"{named_by or found.path}: ")
+    except UserError as error:
+        if not optional or names_python(typed):
+            raise
+        print_line(f"{error}: it is not used")
+        return OWN
     return found
 
 
@@ -98,14 +89,17 @@ def check_studys_python(study: str, measured_in: str | None, typed: str | None, 
         raise UserError(f"study {study} was measured in {measured_in}. Add {OPTION} {measured_in}, or another Python.")
 
 
-def check_versions(interpreter: Interpreter) -> None:
+def check_versions(interpreter: Interpreter, named_by: str = "") -> None:
     """Check that the versions of an interpreter's packages are supported.
+
+    Args:
+        named_by: beginning of the message.
 
     Raises:
         UserError: a version is not supported; the message names all such versions, and the expected ones.
     """
     if why := complaint({package: interpreter.version(package) for package in inquiry.PACKAGES}):
-        raise UserError(f"{why}: use another version there, or another environment")
+        raise UserError(f"{named_by}{why}: use another version there, or another environment")
 
 
 def _found(typed: str | None, print_line: Callable[[str], None]) -> tuple[Interpreter, str]:

@@ -53,7 +53,9 @@ def plans(
     """
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
-    python = ranks_python(request.python, print_line, named=NAMED_MODEL)  # without torch the plan is less exact
+    python = ranks_python(
+        request.python, print_line, needed=NAMED_MODEL, optional=True
+    )  # without torch the plan is less exact
     for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
         trace = traces.get(setup.job.precision)
         if trace is None:
@@ -76,7 +78,7 @@ def planned_sampler(request: Request) -> FeasibleSampler:
     Raises:
         UserError: bad input.
     """
-    python = ranks_python(request.python, lambda text: None, named=NAMED_MODEL)
+    python = ranks_python(request.python, lambda text: None, needed=NAMED_MODEL, optional=True)
     (setup,) = plan_setups(request, [request.gpu], python)
     trace = traced_predictor(setup.job, setup.hardware).trace
     return FeasibleSampler(lambda: traced_predictor(setup.job, setup.hardware, trace), setup.space)
