@@ -102,13 +102,13 @@ def _compose(text: str, path: Path) -> yaml.MappingNode:
 
 
 def _items(node: yaml.MappingNode, path: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Yield the keys and values of a mapping, those of `<<:` included.
+    """Yield the keys and values of a mapping.
 
     Raises:
         UserError: a key is no text, or is given twice.
     """
     own: dict[str, int] = {}
-    for key, _ in node.value:
+    for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{path}:{line}: found {_kind(key)} as a key; {_EXPECTED}")
@@ -116,14 +116,7 @@ def _items(node: yaml.MappingNode, path: Path) -> Iterator[tuple[yaml.ScalarNode
         if name in own:
             raise UserError(f"{path}:{line}: {name} is given twice, first in line {own[name]}. Remove one of them.")
         own[name] = line
-    loader = yaml.SafeLoader("")
-    try:
-        loader.flatten_mapping(node)
-    except (yaml.YAMLError, RecursionError) as error:
-        why = getattr(error, "problem", None) or "it contains itself"
-        raise UserError(f"{path}:{node.start_mark.line + 1}: `<<` cannot be merged ({why})") from None
-    merged = {str(key.value).replace("_", "-"): (key, value) for key, value in node.value}  # own keys come last
-    yield from merged.values()
+        yield key, value
 
 
 class _Texts(yaml.SafeLoader):
