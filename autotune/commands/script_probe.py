@@ -189,8 +189,7 @@ def probe(
         return _checked(executor, script, baseline, facts, key, budget, print_line)
     except Stopped:
         if baseline.measurement is not None:
-            sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
-            kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
+            kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: _sources(script, facts)}
             kept[READ] = own_variables(facts.get(READ, {}))
             _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
             print_line(
@@ -291,8 +290,7 @@ def _checked(
         profile = dataclasses.replace(_profile(facts, batch_held, own=own), attempts=profile.attempts)
         if not own:  # the script's steps were not counted
             profile = dataclasses.replace(profile, held={}, beside=dict.fromkeys(profile.beside, 0))
-    sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
-    profile = dataclasses.replace(profile, batch_note=note, sources=sources)
+    profile = dataclasses.replace(profile, batch_note=note, sources=_sources(script, facts))
     if measured is None or runs.names_same_seeds:
         profile = dataclasses.replace(profile, seeds=())
     if measured is not None:
@@ -302,6 +300,11 @@ def _checked(
     kept = {"key": key, "profile": profile.to_json(), "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
     return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1), ran_out)
+
+
+def _sources(script: Script, facts: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of the script's file and of those that it was seen to use."""
+    return digests([*filter(None, [script.path]), *facts.get(SOURCES, ())], script.cwd)
 
 
 def _mapped(script: Script, profile: ScriptProfile) -> Script:
