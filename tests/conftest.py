@@ -255,6 +255,7 @@ def make_setup(job: Job, hardware: Hardware, folder: Path) -> Setup:
         space=load_space("default"),
         candidates=(),
         notes=(),
+        slots=(),
         name="s",
         folder=folder,
         storage=None,

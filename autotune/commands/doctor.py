@@ -388,7 +388,7 @@ def _examination(
     return facts, None if hung.is_set() else last
 
 
-def known_fault_findings(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
+def _known_faults(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
     """Yield the known faults of a DeepSpeed; `autotune run` leaves them out if it can see their conditions."""
     for fault in known_faults(deepspeed):
         what, cost = f"fault of deepspeed {dotted(deepspeed)}", f"{fault.effect} ({fault.known}: {fault.source})"
@@ -465,7 +465,7 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
             yield Finding("warn", "libraries", found, cost, "look for a newer autotune")
         else:
             yield Finding("good", "libraries", found)
-        yield from known_fault_findings(release(versions["deepspeed"]))
+        yield from _known_faults(release(versions["deepspeed"]))
     else:
         yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)
     if "transformers" in errors:

@@ -80,16 +80,14 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON data, as `--json` prints it."""
+        winner = record_json(self.winner) if self.winner else None
+        used_seconds, files = round(self.used_seconds, 2), [str(path) for path in self.files]
         return {
-            "study": self.study,
+            **vars(self),
             "folder": str(self.folder),
-            "verified": self.verified,
-            "ended": self.ended,
-            "interrupted": self.interrupted,
-            "used_seconds": round(self.used_seconds, 2),
-            "files": [str(path) for path in self.files],
-            "winner": record_json(self.winner) if self.winner else None,
-            "lines": self.lines,
+            "winner": winner,
+            "files": files,
+            "used_seconds": used_seconds,
         }
 
 
@@ -148,7 +146,7 @@ def _run(
     for line in setup.warnings:
         observer.print_line(line)
     who = f"study {setup.name}"
-    all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
+    all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus)
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     # agents of the nodes lock their own GPUs
     gpus = lock_gpus(ours, who, observer.print_line) if setup.nodes is None else nullcontext()
@@ -479,8 +477,7 @@ def first_executor(
     setup: Setup, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
 ) -> Executor:
     """Return the executor of the first worker."""
-    slot = setup.slots[0] if setup.slots else Slot(setup.hardware, {})
-    return _local(setup, slot, work, cancelled, show)
+    return _local(setup, setup.slots[0], work, cancelled, show)
 
 
 def _local(

@@ -88,7 +88,7 @@ class Setup:
     notes: tuple[str, ...]  # for display, before the search
     warnings: tuple[str, ...] = ()  # known faults of the user's own config, for display before anything runs
     nodes: Cluster | None = None  # the machines, reached; None: this one
-    slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
+    slots: tuple[Slot, ...]  # one for each candidate that is measured at a time, the first on `hardware`
     name: str  # of the study
     folder: Path  # `runs/NAME`, not created yet
     storage: str | None  # the database's URL; None: a file in the folder
@@ -132,7 +132,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
     here = request.model_copy(update={"gpus": gpus})
     places = _slots(here, nodes)
-    hardware = places[0].hardware if places else _machine(here, nodes)
+    hardware = places[0].hardware
     space = _space(request, hardware)
     if typed is not None:
         job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
@@ -266,9 +266,9 @@ def _own_config(path: Path, interpreter: Interpreter, named_by: str = "--ds-conf
 
 
 def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
-    """Return the slots of `--parallel`; empty if one candidate is measured at a time."""
+    """Return a slot for each candidate of `--parallel`."""
     if request.parallel == 1:
-        return ()
+        return (Slot(_machine(request, nodes), {}),)
     if nodes is not None:
         raise UserError(
             "--parallel works on one machine only. Remove it, or start autotune on each machine with the same --storage."

@@ -81,7 +81,7 @@ class LaunchSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the exit code and all attempts as JSON data."""
-        return {"code": self.code, "attempts": [dataclasses.asdict(one) for one in self.attempts]}
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)

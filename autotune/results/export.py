@@ -102,9 +102,9 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
     }
     if candidate.checkpointing:
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if job_with_candidate(job, candidate).compiled:
-        arguments["torch_compile"] = True
     made = job_with_candidate(job, candidate)
+    if made.compiled:
+        arguments["torch_compile"] = True
     if made.liger or made.loss == LIGER_LOSS:
         arguments["use_liger_kernel"] = True
     if made.loss == LIGER_LOSS:
