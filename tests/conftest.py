@@ -437,7 +437,6 @@ class Bench:
         executor.job = make_job()
         executor.hardware = capped_ranks(2000)
         executor.deadlines = Deadlines(start=60, init=60, step=60)
-        executor.count_live_tensors = False
         executor.cancelled = lambda: False
 
     def session(self, candidate: Candidate) -> LocalSession:
@@ -499,6 +498,15 @@ def bench(_bench_of_this_worker: Bench) -> Iterator[Bench]:
     yield _bench_of_this_worker
     _bench_of_this_worker.executor.ensure_launcher()
     assert _bench_of_this_worker.left_over() == []
+
+
+@pytest.fixture
+def live_bench(bench: Bench) -> Iterator[Bench]:
+    """The bench with ranks that count the bytes of live tensors."""
+    from tests.rank.live_rank import live_ranks  # imports torch
+
+    with live_ranks():
+        yield bench
 
 
 SHORT = MeasureSpec(min_seconds=0.0, min_steps=2, max_steps=3)

@@ -58,7 +58,6 @@ class LocalExecutor:
         cancelled: polled several times a second; if True, a running trial ends as interrupted.
         show: receives the current slow operation; empty when it is done.
         fault: returns a fault that tests inject into the named trial.
-        count_live_tensors: record live tensor bytes, which slows every operator; used to check predictions.
         target: where ranks run; None: on this machine.
         variables: environment of ranks on this machine, such as their devices if other jobs use the rest.
         study: the study's folder, if `folder` is another.
@@ -76,7 +75,6 @@ class LocalExecutor:
         cancelled: Callable[[], bool] = lambda: False,
         show: Callable[[str], None] = lambda text: None,
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
-        count_live_tensors: bool = False,
         target: LaunchTarget | None = None,
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
@@ -85,7 +83,6 @@ class LocalExecutor:
         self.deadlines = SCRIPT_DEADLINES if job.script else Deadlines()
         self.cancelled, self.fault = cancelled, fault
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
         self.study = study or folder
         self._first_candidates, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
@@ -401,7 +398,6 @@ class LocalSession:
             "threads": executor.threads,
             "env": rank_variables(candidate, job, os.environ),
             "fault": executor.fault(self._folder.name),
-            "live": executor.count_live_tensors,
             "ops": list(executor.tried_ops),
             "resume": str(self._checkpoint) if self._checkpoint else None,
         }
@@ -496,7 +492,6 @@ def measurement_of(
     # The growth of a GPU's used memory includes other processes. If NVML does not list the ranks, their own counts are
     # better.
     shown = max(peaks.used, default=0)
-    live = [result["live_bytes"] for result in results if "live_bytes" in result]
     return Measurement(
         step_seconds=pace.seconds,
         step_seconds_spread=pace.spread,
@@ -513,7 +508,6 @@ def measurement_of(
         overhead_bytes=max_reported(results, "overhead_bytes") or None,
         sm_clock_mhz=clock_mhz(peaks),
         clock_limits=clock_limits(peaks),
-        live_tensor_bytes=max(live, key=lambda by_phase: max(by_phase.values(), default=0), default={}),
         alloc_retries=max_reported(results, "retries") or 0,
         host_peak_bytes=max_reported(results, "host_bytes"),
         pinned_bytes=max_reported(results, "pinned_bytes"),

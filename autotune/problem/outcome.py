@@ -103,7 +103,6 @@ class Measurement:
     torch_allocated_bytes: int | None = None
     torch_reserved_bytes: int | None = None
     nvml_peak_bytes: int | None = None  # bytes; if NVML hides the ranks' processes, growth of the whole GPU
-    live_tensor_bytes: dict[str, int] = field(default_factory=dict)  # bytes; peak by phase, if tensors were counted
     alloc_retries: int = 0
     host_peak_bytes: int | None = None  # bytes; highest RSS of one rank
     pinned_bytes: int | None = None
@@ -167,8 +166,7 @@ class Outcome:
 
     def without_details(self) -> Outcome:
         """Return the outcome without what no search reads: trace, log, and figures by phase."""
-        bare: dict[str, Any] = {"live_tensor_bytes": _NONE, "phase_seconds": _NONE}
-        measured = self.measurement and dataclasses.replace(self.measurement, **bare)
+        measured = self.measurement and dataclasses.replace(self.measurement, phase_seconds=_NONE)
         return dataclasses.replace(self, measurement=measured, trace=None, log=None, evidence="")
 
     def to_json(self) -> dict[str, Any]:

@@ -29,14 +29,6 @@ class ModelRank(BaseRank):
         """Build the model and its engine, then measure on request of the tuner."""
         self.begin()
         self.torch.manual_seed(self.spec["seed"])
-        self.live: Any = None  # counts the bytes of live tensors if the spec requests it
-        self.live_bytes: dict[str, int] = {}  # peak per phase of the current step, and the lowest value between phases
-        self.live_steps: list[dict[str, int]] = []  # the same values of earlier steps
-        if self.spec.get("live"):
-            from autotune.rank.devices import LiveTensors
-
-            self.live = LiveTensors()
-            self.live.__enter__()
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)
         self._build()
@@ -113,7 +105,6 @@ class ModelRank(BaseRank):
         request = measure.after_warmup(request, warm)
         if measure.holds_timed_step(request, warm):
             measuring = time.perf_counter()
-            self.live_steps = []
             steps = self._timed_steps(batches, request, warm[-1])
         warmup_seconds = measuring - began
         step_seconds = self.average([measure.extrapolate(parts, request.accumulation) for parts in steps])
@@ -127,7 +118,6 @@ class ModelRank(BaseRank):
             micro_seconds=measure.micro_seconds(steps) if request.extrapolated else None,
             boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,
             extrapolated=request.extrapolated,
-            live_bytes=lowest(self.live_steps),
             trace=self.trace.report(),
             **device.peaks(),
         )
@@ -163,7 +153,6 @@ class ModelRank(BaseRank):
                 return parts
             if self.overflows.endless:
                 raise RuntimeError(self.overflows.endless)
-            del self.live_steps[-1:]
 
     def _step(self, batches: Iterator[Any], request: MeasureRequest) -> StepParts:
         """Run one optimizer step. Return its seconds, or those of each micro-batch if the rest is extrapolated."""
@@ -180,9 +169,6 @@ class ModelRank(BaseRank):
                 now = time.perf_counter()
                 parts.append(max(now - began - self.trace.take_seconds(), 0.0))
                 began = now
-        if self.live_bytes:
-            self.live_steps.append(self.live_bytes)
-            self.live_bytes = {}
         self.steps += 1
         self.progress()
         return parts
@@ -210,11 +196,6 @@ class ModelRank(BaseRank):
     def _note_memory(self) -> None:
         """Record memory at the end of a phase."""
         self.own_device.note()
-        if self.live is not None:
-            phase = str(self.phase)
-            self.live_bytes[phase] = max(self.live_bytes.get(phase, 0), self.live.peak)
-            self.live.reset_peak()
-            self.live_bytes["rest"] = min(self.live_bytes.get("rest", self.live.bytes), self.live.bytes)
 
     def _certify(self, message: Message) -> None:
         """Run the other parts of training: an evaluation's forward, and a save of the gathered weights."""
@@ -225,15 +206,6 @@ class ModelRank(BaseRank):
         self.engine.train()
         self.own_device.note()
         certify_save(self, self.engine.save_16bit_model)
-
-
-def lowest(steps: list[dict[str, int]]) -> dict[str, int]:
-    """Return live bytes of each phase in the step that had the fewest.
-
-    Steps differ only in buffers that a communication thread releases late. On a busy machine, gloo's thread may keep a
-    bucket into the next phase.
-    """
-    return {phase: min(step[phase] for step in steps) for phase in steps[0]} if steps else {}
 
 
 become = partial(measure_as, ModelRank)  # arguments: address, number

@@ -401,7 +401,6 @@ class ScriptRank(BaseRank, TrainingObserver):
             measured_seconds=time.perf_counter() - self._measuring_began,
             extrapolated=False,
             facts=facts,
-            live_bytes={},
             trace=self.context.trace.report(),
             **tokens,
             **device.peaks(),

@@ -30,6 +30,7 @@ from autotune.versions import installed
 from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.predict.live_error import live_error
 from benchmarks.trials.ranks import opened
+from tests.rank.live_rank import live_bytes, live_ranks
 
 MEASURE_SPEC = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0, max_seconds=20.0)
 
@@ -277,13 +278,14 @@ def measured(job: Job, groups: list[list[Candidate]], also: Config) -> list[dict
     of = {"model": job.model.name, "ranks": job.ranks, "seq_len": job.seq_len, "precision": job.precision, **also}
     with (
         tempfile.TemporaryDirectory() as folder,
-        opened(job, detect("cpu", job.ranks), Path(folder), every, count_live_tensors=True) as executor,
+        live_ranks(),
+        opened(job, detect("cpu", job.ranks), Path(folder), every) as executor,
     ):
         for at, group in enumerate(groups):
             session = executor.session(group[0], str(at))
             for candidate in group:
                 outcome = session.measure(candidate, MEASURE_SPEC, 200.0)
-                live = outcome.measurement.live_tensor_bytes if outcome.measurement else None
+                live = live_bytes(outcome.log)
                 rows.append({**of, "candidate": candidate.as_dict, "live": live, "why": outcome.reason})
                 print(job.model.name, job.ranks, job.precision, candidate, live or outcome.reason, flush=True)
                 if not session.alive:

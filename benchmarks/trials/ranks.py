@@ -38,11 +38,9 @@ TRAINING_RANK = "autotune.rank.train_rank"  # in the command line of a rank of `
 
 
 @contextmanager
-def opened(
-    job: Job, hardware: Hardware, folder: Path, candidates: list[Candidate], **options: Any
-) -> Iterator[LocalExecutor]:
+def opened(job: Job, hardware: Hardware, folder: Path, candidates: list[Candidate]) -> Iterator[LocalExecutor]:
     """An executor whose fork server is up; closed at the end."""
-    executor = LocalExecutor(job, hardware, folder, candidates, **options)
+    executor = LocalExecutor(job, hardware, folder, candidates)
     executor.open(print)
     try:
         yield executor

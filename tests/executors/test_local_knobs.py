@@ -13,6 +13,7 @@ from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import KNOBS, short_name
 from tests.conftest import Bench, make_candidate, make_job
+from tests.rank.live_rank import live_bytes
 
 CPU_ADAM = {"offload_optimizer": "cpu", "sub_group_size": 100_000}
 KEPT = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
@@ -39,28 +40,24 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     ],
     ids=["ratio", "low-states", "eager", "persistent", "round-robin", "reduced"],
 )
-def test_a_knob_runs_and_takes_what_is_predicted(bench: Bench, stage: int, knobs: dict[str, Any]) -> None:
+def test_a_knob_runs_and_takes_what_is_predicted(live_bench: Bench, stage: int, knobs: dict[str, Any]) -> None:
     named = {short_name(name): value for name, value in knobs.items()}
     assert named.keys() <= KNOBS.keys()
-    job = bench.executor.job = make_job(precision="bf16")
-    bench.executor.count_live_tensors = True
+    job = live_bench.executor.job = make_job(precision="bf16")
     candidate = make_candidate(stage, 2, **named)
     assert named.keys() <= candidate.as_dict.keys(), "read at this stage"
-    outcome = bench.run(candidate)
+    outcome = live_bench.run(candidate)
     assert outcome.ok, outcome
-    assert outcome.measurement is not None
-    assert outcome.measurement.live_tensor_bytes
-    counted = max(outcome.measurement.live_tensor_bytes.values())
+    counted = max(live_bytes(outcome.log).values())
     assert predicted_bytes(job, candidate) == pytest.approx(counted, rel=0.08)
 
 
 @pytest.mark.slow
-def test_a_chunked_loss_holds_one_slice_of_the_logits(bench: Bench) -> None:
-    job = bench.executor.job = make_job(precision="bf16", seq_len=512)
-    bench.executor.count_live_tensors = True
+def test_a_chunked_loss_holds_one_slice_of_the_logits(live_bench: Bench) -> None:
+    job = live_bench.executor.job = make_job(precision="bf16", seq_len=512)
     chunked, full = (make_candidate(3, 2, loss=loss) for loss in ("chunked", "full"))
-    outcome = bench.run(chunked)
-    assert outcome.measurement is not None, outcome
-    counted = max((outcome.measurement.live_tensor_bytes or {}).values())
+    outcome = live_bench.run(chunked)
+    assert outcome.ok, outcome
+    counted = max(live_bytes(outcome.log).values())
     assert predicted_bytes(job_with_candidate(job, chunked), chunked) == pytest.approx(counted, rel=0.08)
     assert predicted_bytes(job, full) > 1.5 * counted

@@ -11,6 +11,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from tests.conftest import Bench, make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
+from tests.rank.live_rank import live_bytes
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,10 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
     ],
 )
 def test_engines_made_now_are_met_too(
-    bench: Bench, precision: str, config: dict[str, object], stages: tuple[int, ...]
+    live_bench: Bench, precision: str, config: dict[str, object], stages: tuple[int, ...]
 ) -> None:
     job = make_job(precision=precision, base_config=config)
-    check(bench, job, [make_candidate(stage, 1 if config else 3) for stage in stages])
+    check(live_bench, job, [make_candidate(stage, 1 if config else 3) for stage in stages])
 
 
 @pytest.mark.main_path
@@ -49,12 +50,12 @@ def test_engines_made_now_are_met_too(
     ],
 )
 def test_engines_of_other_models_are_met(
-    bench: Bench, model: str, task: str, precision: str, stages: tuple[int, ...]
+    live_bench: Bench, model: str, task: str, precision: str, stages: tuple[int, ...]
 ) -> None:
     job = make_job(model=model, task=task, precision=precision)
     bucket = {"reduce_bucket_size": 1_000_000}
     plain = [make_candidate(stage, 3, **bucket) for stage in stages]
-    check(bench, job, [*plain, make_candidate(stages[-1], 6, activation_checkpointing=True, **bucket)])
+    check(live_bench, job, [*plain, make_candidate(stages[-1], 6, activation_checkpointing=True, **bucket)])
 
 
 def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
@@ -62,18 +63,19 @@ def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
     trace = trace_job(job, device="cpu")
     assert trace.exact, trace.note
     bench.executor.job, bench.executor.hardware = job, detect("cpu", 2)
-    bench.executor.count_live_tensors = True
     bench.executor.load_ops(candidates)
     for candidate in candidates:
         outcome = bench.run(candidate, measure_spec=MeasureSpec(min_steps=3, max_steps=3, min_seconds=0))
-        assert outcome.measurement is not None, outcome
+        assert outcome.ok, outcome
+        live = live_bytes(outcome.log)
         one = estimate_memory(job, trace, columns_of([candidate], job, installed_deepspeed()))
         steps = [i for i, name in enumerate(one.moments) if name != "init"]
-        live = max(outcome.measurement.live_tensor_bytes.values())
-        assert float(one.peaks()[steps, 0].max() + one.terms["host"][0]) == pytest.approx(live, rel=0.06), candidate
+        assert float(one.peaks()[steps, 0].max() + one.terms["host"][0]) == pytest.approx(
+            max(live.values()), rel=0.06
+        ), candidate
         forward = max(one.peaks()[at, 0] for at, name in enumerate(one.moments) if name == "forward")
         # batches wait on the host, which is the ranks' device here
-        assert float(forward) == pytest.approx(outcome.measurement.live_tensor_bytes["forward"], rel=0.03), candidate
+        assert float(forward) == pytest.approx(live["forward"], rel=0.03), candidate
 
 
 def test_the_recorded_traces_are_those_of_today() -> None:

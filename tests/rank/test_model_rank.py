@@ -12,7 +12,7 @@ import pytest
 from autotune.rank import workload
 from autotune.rank.ds_config import trial_config
 from autotune.rank.measure import MeasureRequest
-from autotune.rank.model_rank import ModelRank, lowest
+from autotune.rank.model_rank import ModelRank
 from autotune.rank.script_rank import MOST_SKIPPED, Overflows
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
@@ -49,7 +49,7 @@ def test_what_zero_imports_is_there_before_the_fork(in_rank: Callable[..., Any])
 
 
 def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path) -> None:
-    (rank,) = start(parent, tmp_path, live=True)
+    (rank,) = start(parent, tmp_path)
     assert rank.hello == {"type": "hello", "rank": 0, "pid": rank.hello["pid"]}
     rank.wait_for("phase", phase="ready")
     assert [message["phase"] for message in rank.heard] == ["start", "init", "ready"]
@@ -59,7 +59,6 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path) -> None:
     assert all(seconds > 0 for seconds in measured["step_seconds"])
     assert measured["data_bytes"] > 0
     assert not measured["extrapolated"]
-    assert measured["live_bytes"]["backward"] > measured["live_bytes"]["rest"] > 0
     progress = [message["steps"] for message in rank.heard if message["type"] == "progress"]
     assert progress == list(range(1, measured["warmup_steps"] + 3)), "every step is told"
     before = set(tmp_path.iterdir())
@@ -152,12 +151,6 @@ def test_a_parent_that_leaves_before_the_spec_ends_the_rank(parent: Parent) -> N
     assert rank.exit_status() == 1
 
 
-def test_a_bucket_that_a_thread_kept_for_a_moment_is_no_part_of_a_steps_memory() -> None:
-    steps = [{"backward": 9, "step": 13, "rest": 4}, {"backward": 10, "step": 8, "rest": 5}]
-    assert lowest(steps) == {"backward": 9, "step": 8, "rest": 4}
-    assert lowest([]) == {}
-
-
 def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's communicator takes its buffers while the engine is made, after the group's first collective."""
     done: list[str] = []
@@ -184,12 +177,11 @@ def rank_that_skips(steps: int) -> ModelRank:
     """A rank whose engine skips so many steps; each step takes a second more than the one before."""
     rank, seconds = ModelRank.__new__(ModelRank), iter(range(1, 1000))
     rank.engine = SimpleNamespace(skipped_steps=0, fp16_enabled=lambda: False)
-    rank.overflows, rank.live_steps = Overflows(rank.engine), [{"step": 7}]
+    rank.overflows = Overflows(rank.engine)
 
     def step(batches: Any, request: MeasureRequest) -> list[float]:
         second = next(seconds)
         rank.engine.skipped_steps += second <= steps
-        rank.live_steps.append({"step": second})
         return [float(second)]
 
     rank._step = step  # type: ignore[method-assign]
@@ -199,6 +191,5 @@ def rank_that_skips(steps: int) -> ModelRank:
 def test_a_step_that_deepspeed_skips_is_none() -> None:
     request, rank = MeasureRequest(1, 1, 1, 1, 0.0, 1.0), rank_that_skips(3)
     assert rank._whole_step(iter(()), request) == [4.0]
-    assert rank.live_steps == [{"step": 7}, {"step": 4}], "what a skipped step held is no step's memory"
     with pytest.raises(RuntimeError, match="skipped 40 steps in a row"):
         rank_that_skips(MOST_SKIPPED)._whole_step(iter(()), request)
