@@ -24,7 +24,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from autotune.errors import BadArgument, DisplayedError, ScriptFails, Unusable, UserError, did_you_mean
+from autotune.errors import BadArgument, DisplayedError, ScriptFails, UserError, did_you_mean
 from autotune.util.bounds import MOST, MOST_RANKS, display_value, invalid_reason
 from autotune.util.units import parse_duration, parse_memory, parse_share
 
@@ -709,4 +709,5 @@ def python_errors() -> Iterator[None]:
         text = re.sub(r"(?<![\w-])--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), str(error))
         if type(error) in (UserError, ScriptFails):
             raise BadArgument(text) from None
-        raise (Unusable(text, error.cause) if isinstance(error, Unusable) else type(error)(text)) from None
+        error.args = (text,)
+        raise

@@ -12,8 +12,8 @@ import pytest
 
 import autotune
 from autotune.cli.app import parser
-from autotune.commands.request import parameters
-from autotune.errors import UserError
+from autotune.commands.request import parameters, python_errors
+from autotune.errors import NotProtected, UserError
 from tests.cli_call import call
 
 COMMANDS = ("run", "plan", "launch")
@@ -114,3 +114,8 @@ def test_a_wrong_value_is_one_line_with_its_flag(
 ) -> None:
     code, _, err = call(monkeypatch, capsys, "run", *words)
     assert (code, err) == (2, f"autotune: {said}\n")
+
+
+def test_an_error_of_the_python_api_keeps_its_kind() -> None:
+    with pytest.raises(NotProtected, match="pass unprotected"), python_errors():
+        raise NotProtected
