@@ -113,17 +113,12 @@ def run_study(
     """
     began = time.monotonic()
     needed = TRAINING if request.script or request.workload else NAMED_MODEL
-
-    def print_line(text: str) -> None:
-        if not quiet:
-            # soft_wrap keeps paths in one piece
-            console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
-
-    python = ranks_python(request.python, print_line, needed=needed)
+    observer = make_observer(console, quiet)
+    python = ranks_python(request.python, observer.print_line, needed=needed)
     if request.study is not None:
         _check_python(request.study, request, python)
-    with named_nodes(request, print_line, python) as nodes:
-        return _run(run_setup(request, nodes, python), began, console, quiet, callbacks, sampler)
+    with named_nodes(request, observer.print_line, python) as nodes:
+        return _run(run_setup(request, nodes, python), began, observer, callbacks, sampler)
 
 
 @readable("the study")
@@ -140,9 +135,8 @@ def _check_python(study: str, request: Request, python: Interpreter) -> None:
 
 
 def _run(
-    setup: Setup, began: float, console: Console, quiet: bool, callbacks: Sequence[Callback], sampler: Sampler | None
+    setup: Setup, began: float, observer: PlainObserver, callbacks: Sequence[Callback], sampler: Sampler | None
 ) -> RunSummary:
-    observer = make_observer(console, quiet)
     for line in setup.warnings:
         observer.print_line(line)
     who = f"study {setup.name}"

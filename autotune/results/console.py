@@ -331,11 +331,12 @@ def record_json(record: Record) -> dict[str, Any]:
 def show_study(store: StudyStore, out: Console) -> None:
     """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
     records, calls, facts = store.records(), store.calls(), store.facts()
+    print_line = PlainObserver(out).print_line
     out.print(trials_table(records, facts))
     if legend := code_legend(*(record.candidate for record in records)):
-        out.print(f"codes: {legend}", style="dim", markup=False, emoji=False, highlight=False, soft_wrap=True)
+        print_line(f"codes: {legend}", "dim")
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
-        out.print(f"not tried ({count}): {reason}", markup=False, emoji=False, highlight=False, soft_wrap=True)
+        print_line(f"not tried ({count}): {reason}")
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
         print(
