@@ -345,22 +345,17 @@ class LiveTensors(TorchDispatchMode):
 
     Attributes:
         bytes: bytes live now.
-        peak: highest live bytes since `reset_peak()`.
-        events: None, or a list that receives (storage's key, bytes) per allocation and (key, -bytes) per release.
-
-    Args:
-        watch: called with the live bytes after every change.
+        watch: called with the live bytes after every change; None calls nothing.
     """
 
-    def __init__(self, watch: Callable[[int], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.watch = watch
+        self.watch: Callable[[int], None] | None = None
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         # Storages released by a communication thread. Two threads that use `+=` on the count would lose an update.
         self._elsewhere: deque[int] = deque()
         self._thread = threading.get_ident()  # thread of the last operator; with CUDA, autograd has its own threads
         self.bytes = 0
-        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -408,12 +403,5 @@ class LiveTensors(TorchDispatchMode):
 
     def _change(self, size: int) -> None:
         self.bytes += size
-        if self.bytes > self.peak:
-            self.peak = self.bytes
         if self.watch is not None and size:
             self.watch(self.bytes)
-
-    def reset_peak(self) -> None:
-        """Set the peak to the current bytes."""
-        self._settle()
-        self.peak = self.bytes

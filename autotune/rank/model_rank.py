@@ -95,7 +95,7 @@ class ModelRank(BaseRank):
         device = self.own_device
         device.reset_peaks()
         batches = self._batches(request.micro_batch)
-        began = measuring = time.perf_counter()
+        measuring = time.perf_counter()
         warm: list[float] = []  # seconds of the slowest rank
         steps: list[StepParts] = []
         while not measure.warmed_up(warm, request):
@@ -106,14 +106,12 @@ class ModelRank(BaseRank):
         if measure.holds_timed_step(request, warm):
             measuring = time.perf_counter()
             steps = self._timed_steps(batches, request, warm[-1])
-        warmup_seconds = measuring - began
         step_seconds = self.average([measure.extrapolate(parts, request.accumulation) for parts in steps])
         device.synchronize()
         self.channel.send(
             "measured",
             step_seconds=step_seconds,
             warmup_steps=len(warm),
-            warmup_seconds=warmup_seconds,
             measured_seconds=time.perf_counter() - measuring,
             micro_seconds=measure.micro_seconds(steps) if request.extrapolated else None,
             boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,

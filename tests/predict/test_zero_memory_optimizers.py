@@ -55,7 +55,7 @@ def test_optimizers_by_name(kind: str) -> None:
 def test_torchs_foreach_takes_what_is_said_of_it(kind: str, params: dict[str, Any]) -> None:
     import torch
 
-    from autotune.rank.devices import LiveTensors
+    from tests.rank.live_rank import PeakTensors
 
     elements = 1000
     weights = [torch.nn.Parameter(torch.ones(elements)) for _ in range(3)]
@@ -64,7 +64,7 @@ def test_torchs_foreach_takes_what_is_said_of_it(kind: str, params: dict[str, An
     for _ in range(2):  # the first step makes the states
         for weight in weights:
             weight.grad = torch.ones(elements)
-        with LiveTensors() as live:
+        with PeakTensors() as live:
             optimizer.step()
         taken = live.peak
     expected = of_config(kind, **params)[1]
@@ -177,14 +177,14 @@ def test_a_fused_adam_that_the_script_has_made_is_flattened_in_16_bits(precision
 def test_torchs_loops_take_what_is_said_of_them(kind: str) -> None:
     import torch
 
-    from autotune.rank.devices import LiveTensors
+    from tests.rank.live_rank import PeakTensors
 
     elements = 1000
     weight = torch.nn.Parameter(torch.ones(elements))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1, foreach=False)
     for _ in range(2):  # the first step makes the states
         weight.grad = torch.ones(elements)
-        with LiveTensors() as live:
+        with PeakTensors() as live:
             optimizer.step()
             taken = live.peak - live.bytes  # what a loop changes in place is counted, too
     assert taken / elements == pytest.approx(

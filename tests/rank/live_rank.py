@@ -15,11 +15,26 @@ from autotune.rank.measure import MeasureRequest, StepParts, measure_as
 from autotune.rank.model_rank import ModelRank
 
 
+class PeakTensors(LiveTensors):
+    """Live tensors with the most bytes since `reset_peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self.watch = 0, self._raise
+
+    def _raise(self, now: int) -> None:
+        self.peak = max(self.peak, now)
+
+    def reset_peak(self) -> None:
+        self._settle()
+        self.peak = self.bytes
+
+
 class LiveRank(ModelRank):
     """Write `live_bytes` of each measurement next to the rank's log."""
 
     def _build(self) -> None:
-        self.live = LiveTensors()
+        self.live = PeakTensors()
         self.live.__enter__()
         self.live_bytes: dict[str, int] = {}  # peak per phase of the current step, and the lowest value between phases
         self.live_steps: list[dict[str, int]] = []  # the same values of earlier steps

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autotune.problem.models import VOCABULARY_SLICES
-from autotune.rank.devices import LiveTensors
 from autotune.rank.model_builder import use_chunked_loss
+from tests.rank.live_rank import PeakTensors
 
 SMALL = {
     "hidden_size": 32,
@@ -112,7 +112,7 @@ def test_logits_exist_for_one_slice_at_a_time() -> None:
         if name == "chunked":
             use_chunked_loss(model)
         ids = torch.randint(1, 301, (1, tokens))
-        with LiveTensors() as live:
+        with PeakTensors() as live:
             for tensor in (*model.parameters(), *model.buffers()):
                 live.add(tensor)
             rest = live.bytes
