@@ -47,7 +47,7 @@ def sibling_path(out: Path, style: str, what: str) -> Path:
 
     The winner's own files are NAME.json and NAME.meta.json, and no later export overwrites them.
     """
-    name = next((out.name[: -len(end)] for end in _SUFFIXES if out.name.endswith(end) and out.name != end), out.name)
+    name = out.stem if out.suffix in _SUFFIXES else out.name
     if style in ("accelerate", "sbatch", "fsdp") and not name.endswith(f".{style}"):
         name = f"{name}.{style}"
     return out.with_name(f"{name}.{what}")
