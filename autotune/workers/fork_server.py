@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from typing import Any
 
 from autotune.util.interpreter import module_command
 from autotune.util.linux import MACHINE_PROC, adopt_orphans, die_with_parent, pid_outside, terminate_with_descendants
@@ -38,9 +37,8 @@ _KILL_SECONDS = 5.0  # a process that SIGKILL does not end by then is kept by th
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult in a fork of a process that has used CUDA
 
 
-def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
+def preload(model_type: str | None, modules: list[str]) -> None:
     """Import the modules that every rank needs."""
-    began = time.monotonic()
     gc.disable()  # the collector would repeatedly scan permanent objects, a fifth of the time
     processor = threading.Thread(target=_cache_cpuinfo)
     processor.start()
@@ -59,7 +57,6 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     processor.join(_PROCESSOR_SECONDS)
     gc.freeze()  # children need not scan them either, which would copy the shared pages
     gc.enable()
-    return {"import_seconds": time.monotonic() - began}
 
 
 def _cache_cpuinfo() -> None:
@@ -126,9 +123,10 @@ def serve(sock: socket.socket) -> None:
     hello = channel.receive()
     if hello is None:
         return
-    loaded = {} if hello.get("cold") else preload(hello.get("model_type"), hello.get("modules", []))
+    if not hello.get("cold"):
+        preload(hello.get("model_type"), hello.get("modules", []))
     contained = MACHINE_PROC in os.environ
-    channel.send("ready", pid=pid_outside(os.getpid()), contained=contained, **loaded)
+    channel.send("ready", pid=pid_outside(os.getpid()), contained=contained)
     wake_read, wake_write = os.pipe()
     watched: list[int] = [sock.fileno(), wake_read]
     os.set_blocking(wake_write, False)
