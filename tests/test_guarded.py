@@ -44,7 +44,8 @@ def test_a_trace(log: Path, tracer_process: None) -> None:
 @pytest.mark.parametrize("isolation", ["fork", "spawn"])
 def test_a_measurement(log: Path, tmp_path: Path, isolation: str) -> None:
     candidate, hardware = make_candidate(), detect("cpu", 1)
-    executor = LocalExecutor(make_job(1), hardware, tmp_path / "study", [candidate], isolation=isolation)
+    executor = LocalExecutor(make_job(1), hardware, tmp_path / "study", [candidate])
+    executor.isolation = isolation
     try:
         executor.open(print)
         executor.check(print)

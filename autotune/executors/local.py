@@ -54,7 +54,6 @@ class LocalExecutor:
         hardware: the machine, or all nodes.
         folder: the study's folder or one below it. Each trial's logs go to a subfolder.
         candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
-        isolation: see `RankRequirements`.
         cancelled: polled several times a second; if True, a running trial ends as interrupted.
         show: receives the current slow operation; empty when it is done.
         fault: returns a fault that tests inject into the named trial.
@@ -70,7 +69,6 @@ class LocalExecutor:
         folder: Path,
         candidates: list[Candidate],
         *,
-        isolation: str = "fork",
         seed: int = 0,
         cancelled: Callable[[], bool] = lambda: False,
         show: Callable[[str], None] = lambda text: None,
@@ -83,7 +81,7 @@ class LocalExecutor:
         self.deadlines = SCRIPT_DEADLINES if job.script else Deadlines()
         self.cancelled, self.fault = cancelled, fault
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self.isolation, self._variables = isolation, variables or {}
+        self.isolation, self._variables = "fork", variables or {}  # see `RankRequirements`
         self.study = study or folder
         self._first_candidates, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.print_line: Callable[[str], None] = lambda text: None

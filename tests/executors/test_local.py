@@ -231,7 +231,8 @@ def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
     candidate, measure_spec = make_candidate(1, 4), MeasureSpec(min_seconds=0.2, min_steps=3)
     forked = bench.run(candidate, measure_spec=measure_spec)
     assert isinstance(bench.executor.launcher, ForkLauncher)
-    cold = LocalExecutor(make_job(), bench.executor.hardware, tmp_path, [candidate], isolation="spawn")
+    cold = LocalExecutor(make_job(), bench.executor.hardware, tmp_path, [candidate])
+    cold.isolation = "spawn"
     cold.open(lambda text: None)
     with closing(cold), closing(cold.session(candidate, "0001")) as session:
         spawned = session.measure(candidate, measure_spec, 300.0)

@@ -411,7 +411,8 @@ def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
     """It was ninety seconds of waiting, Ctrl-C included, while the rank was long dead."""
     monkeypatch.setenv("FAKE_RANK", json.dumps({"rank": 1, "where": "hello", "what": "exit 3"}))
     monkeypatch.setattr(LocalExecutor, "rank_module", FAKE)
-    executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()], isolation="spawn")
+    executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()])
+    executor.isolation = "spawn"
     executor.deadlines = replace(executor.deadlines, hello=HOUR)  # longer than this test may take
     executor.open(lambda text: None)
     outcome = executor.session(make_candidate(), "0").measure(make_candidate(), SEARCH, 2 * HOUR)
