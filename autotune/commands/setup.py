@@ -32,6 +32,7 @@ from autotune.problem.job import (
     Lora,
     Script,
     counted_ranks,
+    near,
     parse_lora,
     sequence_ranks,
 )
@@ -498,10 +499,9 @@ def kept_batch(asked: str | None, config: dict[str, Any], ranks: int, file: Path
     size = sequence_ranks(config)
     at_once = max(1, ranks // size)
     if batch is not None and batch % at_once:
-        near = " or ".join(str(one) for one in (batch // at_once * at_once, (batch // at_once + 1) * at_once) if one)
         raise UserError(
             f"{file}: {words} cannot be split evenly over {counted_ranks(ranks, size)}. Change it, or give "
-            f"--global-batch-size (try {near}, or {FREE})"
+            f"--global-batch-size (try {near(batch, at_once)}, or {FREE})"
         )
     return batch
 

@@ -33,6 +33,12 @@ def counted_ranks(ranks: int, size: int) -> str:
     return f"{ranks} ranks" if size == 1 else f"{ranks // size} group{'s' * (ranks > size)} of {size} ranks"
 
 
+def near(batch: int, at_once: int) -> str:
+    """Return in words the nearest batches that consist of whole micro-batches of all ranks, `at_once` at a time."""
+    low = batch // at_once * at_once
+    return " or ".join(str(one) for one in (low, low + at_once) if one)
+
+
 # -- job ---------------------------------------------------------------------------------------------------------------
 #
 # Job: the training to tune. A Job is frozen, and every study belongs to exactly one Job.
@@ -370,11 +376,9 @@ class Job:
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.data_ranks:
-                low = self.global_batch_size // self.data_ranks * self.data_ranks
-                near = " or ".join(str(size) for size in (low, low + self.data_ranks) if size)
                 raise UserError(
                     f"--global-batch-size {self.global_batch_size} cannot be split evenly over "
-                    f"{counted_ranks(self.ranks, self.sequence_ranks)}: try {near}"
+                    f"{counted_ranks(self.ranks, self.sequence_ranks)}: try {near(self.global_batch_size, self.data_ranks)}"
                 )
 
     def _unsplittable(self) -> str:
