@@ -56,32 +56,33 @@ def _allowed(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _fill(template: str, **values: Any) -> str:
+def study_page(report: StudyReport) -> str:
+    """Return the HTML of a study's page."""
     theme, script, style = (_part(name) for name in ("theme.js", "page.js", "page.css"))
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {_allowed(theme)} {_allowed(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
     parts = {"theme": Markup(theme), "script": Markup(script), "style": Markup(style), "policy": policy}
-    return _environment().get_template(template).render(**parts, **values, version=__version__)
+    return (
+        _environment()
+        .get_template("study.html.j2")
+        .render(
+            **parts,
+            version=__version__,
+            report=report,
+            title=f"{report.study}: {report.model}",
+            speed=figures.speed_against_memory(report),
+            no_speed=figures.why_no_speed(report),
+            data=as_data(study_data(report)),
+        )
+    )
 
 
 def as_data(data: Any) -> Markup:
     """Return JSON that is safe inside HTML: it cannot end the element or begin a tag."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), default=str)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-def study_page(report: StudyReport) -> str:
-    """Return the HTML of a study's page."""
-    return _fill(
-        "study.html.j2",
-        report=report,
-        title=f"{report.study}: {report.model}",
-        speed=figures.speed_against_memory(report),
-        no_speed=figures.why_no_speed(report),
-        data=as_data(study_data(report)),
-    )
 
 
 _NUMBERS = tuple(f.name for f in dataclasses.fields(Trial) if f.name != "knobs")
