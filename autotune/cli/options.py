@@ -141,24 +141,24 @@ def _shown(param: Any) -> Any:
     return found
 
 
-class Command(TyperCommand):
-    """Command whose help has words for values, and each argument as its metavar."""
+class _Plain:
+    """Command or group whose help has words for values, and each argument as its metavar."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters for the help."""
-        return [*map(_shown, super().get_params(ctx))]
+        return [*map(_shown, super().get_params(ctx))]  # type: ignore[misc]  # of the class beside it
+
+
+class Command(_Plain, TyperCommand):
+    """Command with each argument in its usage line."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line."""
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if isinstance(one, TyperArgument))]
 
 
-class Group(TyperGroup):
+class Group(_Plain, TyperGroup):
     """Group of commands. Without arguments it prints its help, which is no error."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters for the help."""
-        return [*map(_shown, super().get_params(ctx))]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; without any, those of `--help`."""
