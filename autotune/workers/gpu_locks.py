@@ -13,7 +13,6 @@ Any user can create that name in /tmp. A link is not followed, and the kernel re
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -98,12 +97,9 @@ def _open(uuid: str) -> int:
 def _lock(descriptor: int, patience_seconds: float = 0.0) -> bool:
     until = time.monotonic() + patience_seconds
     while True:
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
