@@ -465,6 +465,17 @@ class Options(BaseModel):
         Option("Stop after this many trials of this call.", Panel.SEARCH, "run", metavar="NUMBER"),
     ] = None
     exhaustive: Annotated[bool, Option("Use the whole budget.", Panel.SEARCH, "run")] = False
+    sampler: Annotated[
+        _Text | None,
+        Option(
+            "Sampler of Optuna that proposes in place of autotune's: tpe, gp, random or PACKAGE:CLASS.",
+            Panel.SEARCH,
+            "run",
+            metavar="NAME",
+            in_python=False,
+            is_code=True,
+        ),
+    ] = None
     executor: Annotated[_Text, Option(f"{_ON_MACHINES}.", Panel.NODES, "run launch", metavar="NAME")] = LOCAL
     seed: Annotated[
         int,

@@ -43,7 +43,7 @@ from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers
 from autotune.search.proposer import Proposer
-from autotune.search.sampler import SampledProposer, Sampler
+from autotune.search.sampler import SampledProposer, Sampler, named_sampler
 from autotune.search.storage import (
     StorageFailures,
     default_storage,
@@ -114,6 +114,8 @@ def run_study(
     began = time.monotonic()
     needed = TRAINING if request.script or request.workload else NAMED_MODEL
     observer = make_observer(console, quiet)
+    if request.sampler is not None:
+        sampler = named_sampler(request.sampler, request.seed)
     python = ranks_python(request.python, observer.print_line, needed=needed)
     if request.study is not None:
         _check_python(request.study, request, python)

@@ -58,9 +58,8 @@ class CandidatePool:
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
         self.open_mask = np.ones(len(candidates), dtype=bool)
-        # need at least as much memory as a candidate with a device OOM, or with a host OOM
+        # need at least as much memory as a candidate with a device OOM
         self.device_too_large = np.zeros(len(candidates), dtype=bool)
-        self.host_too_large = np.zeros(len(candidates), dtype=bool)
         self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
         self._reserved = self.running  # running candidates and similar ones
         self.skipped: Counter[str] = Counter()
@@ -73,11 +72,6 @@ class CandidatePool:
         self._fixable: set[Candidate] = set()
         self._worked: list[Candidate] = []  # candidates of other spaces too
         self._worked_mask = np.zeros(len(candidates), dtype=bool)
-
-    @property
-    def too_large(self) -> Flags:
-        """Return whether each candidate needs at least as much memory of either kind as one with an OOM, (n,)."""
-        return self.device_too_large | self.host_too_large
 
     @property
     def available_mask(self) -> Flags:
@@ -186,7 +180,6 @@ class CandidatePool:
             return
         larger = self._dominance.at_least_as_large(at, OutcomeKind.OOM_HOST)
         if not (larger & self._worked_mask).any():
-            self.host_too_large |= larger
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
     def _exclude_shared_settings(self, candidate: Candidate, outcome: Outcome) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.errors import UserError, one_line
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate, Value, samples
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -89,6 +92,35 @@ class FeasibleSampler(Sampler):
             peak_bytes=int(trial.user_attrs[PEAK]),
         )
         return Outcome(OutcomeKind.OK, measurement=measured)
+
+
+_SAMPLERS = {
+    "tpe": "optuna.samplers:TPESampler",
+    "gp": "optuna.samplers:GPSampler",
+    "random": "optuna.samplers:RandomSampler",
+}
+
+
+def named_sampler(name: str, seed: int) -> Sampler:
+    """Return a new sampler.
+
+    Args:
+        name: tpe, gp or random of Optuna, or `package:Class` of a class that takes a seed.
+
+    Raises:
+        UserError: there is no such sampler, or it cannot be made.
+    """
+    try:
+        if name == "gp":
+            importlib.import_module("scipy")  # GPSampler imports it after its first trials
+        made = pkgutil.resolve_name(_SAMPLERS.get(name, name))(seed=seed)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--sampler {name}: {one_line(error)}; expected {', '.join(_SAMPLERS)}, or PACKAGE:CLASS"
+        ) from None
+    if not isinstance(made, Sampler):
+        raise UserError(f"--sampler {name}: not a sampler of Optuna")
+    return made
 
 
 class SampledProposer(Proposer):

@@ -150,7 +150,6 @@ class WithoutDominance(Proposer):
         super().observe(candidate, outcome, outdated=outdated, verified=verified)
         self._pool.open_mask[:] = before
         self._pool.device_too_large[:] = False
-        self._pool.host_too_large[:] = False
         if outcome.kind.is_attributable_to_candidate and not outdated:
             self._pool.close(candidate)
 

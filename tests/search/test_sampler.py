@@ -10,12 +10,13 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
-from autotune.search.sampler import PEAK, FeasibleSampler, SampledProposer
+from autotune.search.sampler import PEAK, FeasibleSampler, SampledProposer, named_sampler
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH
 from autotune.search.tuner import Tuner
 from autotune.util.units import GIB
 from benchmarks.search.replay import ReplayExecutor, ReplayTable
+from tests.cli_call import call
 
 
 def make_sampler(table: ReplayTable) -> FeasibleSampler:
@@ -76,15 +77,28 @@ def test_the_public_function_takes_the_options_of_plan() -> None:
         autotune.sampler(model="tiny-llama", gqu="l4")  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("name", ["TPESampler", "RandomSampler", "GPSampler"])
+@pytest.mark.parametrize("name", ["nosuch", "os:getcwd", "collections:OrderedDict", "optuna.samplers:GridSampler"])
+def test_what_is_no_sampler_is_refused_before_anything_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(monkeypatch, capsys, "run", "--model", "tiny-llama", "--device", "cpu", "--sampler", name)
+    assert code == 2
+    assert f"--sampler {name}: " in err
+
+
+class Own(optuna.samplers.RandomSampler):
+    """A user's sampler."""
+
+
+@pytest.mark.parametrize("name", ["tpe", "random", f"{__name__}:Own"])
 def test_another_sampler_proposes_until_the_trials_are_used(replay_table: ReplayTable, name: str) -> None:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
     predictor = Predictor(job, hardware, closed_form_trace(job, "a test"))
-    sampler = getattr(optuna.samplers, name)(seed=0)
+    sampler = named_sampler(name, 0)
     proposer = SampledProposer(store.study, sampler, sorted(replay_table.rows, key=str), space, predictor)
     found = Tuner(store, ReplayExecutor(replay_table), proposer, budget_seconds=3600, max_trials=15).run()
     searched = [record for record in store.records() if record.role == SEARCH]
-    assert {record.note for record in searched} == {f"by {name}"}
+    assert {record.note for record in searched} == {f"by {type(sampler).__name__}"}
     assert len({record.candidate for record in searched}) == len(searched) >= 12
     assert found.verified
