@@ -36,17 +36,15 @@ from autotune.problem.candidate import (
     job_with_candidate,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, under_lightning, weights_bytes
+from autotune.problem.job import Job, under_lightning, weights_bytes
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
-    checkpointed_layers,
+    checkpointing_changes,
     environment_of,
     lightnings_own,
     lossy_settings,
     needs_of_loss,
     over_nodes,
-    with_checkpointing,
-    without_checkpointing,
     without_zero_init,
 )
 from autotune.results.tables import DataTable
@@ -620,7 +618,8 @@ def train_with(
         instead = f"or put {config} where the script has its own config, and train with: {plain}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
-    hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
+    carried = job.profile.checkpointed or carries_knob(job.script, CHECKPOINTING)
+    hints += [f"  {line}" for line in checkpointing_changes(winner, job, carried=carried)]
     if job.profile.through_arguments and not job.script.holds_batch:
         sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
         open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
@@ -640,20 +639,6 @@ def train_with(
     if half := wrong_batch_warning(job.script, winner):
         hints += [f"  {half}"]
     return HowToTrain(tuple(commands), instead, tuple(hints))
-
-
-def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
-    """Return the change of activation checkpointing that the script's code needs, if its command does not carry it.
-
-    If the script has it on and the winner off, the change is always listed: no flag can switch off what the code
-    switches on.
-    """
-    if winner.checkpointing:
-        known = script.profile.checkpointed or carries_knob(script, CHECKPOINTING)
-        texts = ["" if known else with_checkpointing(job), checkpointed_layers(winner)]
-        return [text for text in texts if text]
-    left = without_checkpointing(winner, job)
-    return [left] if left else []
 
 
 def sync_note(job: Job, stage: int, free_bytes: float) -> str:

@@ -292,6 +292,20 @@ def without_checkpointing(candidate: Candidate, job: Job) -> str:
     )
 
 
+def checkpointing_changes(candidate: Candidate, job: Job, *, carried: bool = False) -> list[str]:
+    """Return the changes of activation checkpointing that a training's code needs.
+
+    If the script has it on and the candidate off, the change is always listed: no flag can switch off what the code switches on.
+
+    Args:
+        carried: the script's command or code switches it on.
+    """
+    if not candidate.checkpointing:
+        return [*filter(None, [without_checkpointing(candidate, job)])]
+    switch = "" if carried else with_checkpointing(job)
+    return [*filter(None, [switch, checkpointed_layers(candidate)])]
+
+
 def without_zero_init(candidate: Candidate, job: Job) -> str:
     """Describe how to remove deepspeed.zero.Init from the script's code.
 
@@ -317,10 +331,7 @@ def training_changes(candidate: Candidate, job: Job, variables: Mapping[str, str
     own = job.script
     if own is not None and under_lightning(own) and not command_sets_all(own) and not own.holds_batch:
         lines.append(lightnings_own(candidate))
-    if candidate.checkpointing:
-        lines += filter(None, [with_checkpointing(job), checkpointed_layers(candidate)])
-    elif left := without_checkpointing(candidate, job):
-        lines.append(left)
+    lines += checkpointing_changes(candidate, job)
     if whole := without_zero_init(candidate, job):
         lines.append(whole)
     lines += needs_of_model(candidate, job)
