@@ -227,7 +227,7 @@ class Supervisor:
 
     def _rung_below(self, at: int, kind: OutcomeKind) -> int | None:
         """Return the next rung, without those that need at least as much as one that ran out of memory; None if none is left."""
-        if kind in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST):
+        if kind.is_oom:
             self._too_large |= self._memory.at_least_as_large(at, kind)
         left = np.flatnonzero(~self._too_large[at + 1 :])
         return at + 1 + int(left[0]) if len(left) else None

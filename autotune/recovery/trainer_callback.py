@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -51,7 +50,7 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
             self._study()
 
     def _study(self) -> StudyStore:
-        return StudyStore.load(self.study, self.storage, Path("runs"))
+        return StudyStore.load(self.study, self.storage)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock at the first step."""
