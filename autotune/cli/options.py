@@ -248,14 +248,10 @@ def _declared(parameter: Parameter, panel: str | None) -> Any:
         return typer.Argument(**shown)
     flags = [flag_of(parameter.name)]
     if parameter.default is False and panel is not None:
-        flags = [f"{flags[0]}/{_off_flag(flags[0])}"]  # the second turns off a switch of a job file
+        name = flags[0].removeprefix("--")
+        off = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+        flags = [f"--{name}/--{off}"]  # the second turns off a switch of a job file
     return typer.Option(*flags, rich_help_panel=panel, envvar=option.variable, show_envvar=False, **shown)
-
-
-def _off_flag(flag: str) -> str:
-    """Return the flag that turns off a switch: `--no-force`, and `--references` against `--no-references`."""
-    name = flag.removeprefix("--")
-    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:

@@ -342,8 +342,10 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
             f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
         )
-    left = [f"  {calls[-1].confidence}"] if calls and calls[-1].confidence else []
-    print(*verdict_lines(facts, records, store.job, store.hardware), *left, sep="\n")
+    lines = verdict_lines(facts, records, store.job, store.hardware)
+    if calls and calls[-1].confidence:
+        lines.append(f"  {calls[-1].confidence}")
+    print(*lines, sep="\n")
 
 
 def trial_lines(store: StudyStore, record: Record) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -435,9 +435,15 @@ def _assumed(plan: Plan) -> str:
 def _show_answer(plan: Plan, out: Console) -> None:
     outlook = plan.outlook
     if outlook is None:
-        _show_nothing_fits(plan, out)
+        verdict, *lines = nothing_fits_lines(plan)
+        _put(out, Text(verdict, style="bold yellow"))
+        _put(out, Text("\n".join(lines) + "\n"))
         return
-    _show_pairs(_answers(plan, outlook), Column(style="bold", no_wrap=True), out)
+    grid = DataTable.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+    for pair in _answers(plan, outlook):
+        grid.add_row(*pair)
+    _put(out, grid)
+    out.print()
 
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
@@ -525,14 +531,6 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _show_nothing_fits(plan: Plan, out: Console) -> None:
-    verdict, *lines = nothing_fits_lines(plan)
-    _put(out, Text(verdict, style="bold yellow"))
-    for line in lines:
-        _put(out, Text(line))
-    out.print()
-
-
 def _cost(outlook: Outlook) -> str:
     text = f"{format_hours(outlook.hours)}{_between(outlook.hours_interval, format_hours)}"
     if outlook.usd is None or outlook.price is None:
@@ -575,15 +573,6 @@ def chunked_loss_line(plan: Plan) -> str:
     named = plan.job.workload is None and not loss_possible(CHUNKED, RequirementInputs(plan.job, plan.hardware))
     how = f"--loss chunked; in a script {CHUNKED_LOSSES}" if named else CHUNKED_LOSSES
     return f"{held}. Compute the loss in chunks ({how}): {then}, {gain}"
-
-
-def _show_pairs(pairs: Iterable[tuple[str, str | Text]], first: Column, out: Console) -> None:
-    """Print pairs as rows of two columns. A long second cell takes several lines."""
-    grid = DataTable.grid(first, Column(overflow="fold"), padding=(0, 2))
-    for pair in pairs:
-        grid.add_row(*pair)
-    _put(out, grid)
-    out.print()
 
 
 @dataclass(frozen=True)
@@ -774,12 +763,8 @@ def token_speed(one: Prediction, job: Job) -> str:
     return f"{_tokens(one, job)} tokens/s"
 
 
-def _width(out: Console) -> int:
-    return min(WIDTH, out.width)
-
-
 def _put(out: Console, what: Table | Text) -> None:
-    out.print(what, highlight=False, width=_width(out), overflow="fold")
+    out.print(what, highlight=False, width=min(WIDTH, out.width), overflow="fold")
 
 
 def rate(number: float) -> str:
