@@ -22,7 +22,7 @@ from autotune.workers.host_workers import HostWorkers, LocalWorkers, MultiHostLa
 from autotune.workers.launchers import Launcher
 from autotune.workers.memory_monitor import Meter
 from autotune.workers.memory_peaks import MemoryPeaks, merged
-from autotune.workers.protocol import MALFORMED, Message
+from autotune.workers.protocol import Message, malformed
 
 # -- group -------------------------------------------------------------------------------------------------------------
 
@@ -230,12 +230,12 @@ class WorkerGroup:
         return heard
 
     def _process(self, rank: int, message: Message) -> bool:
-        """Process a message. Return True if it is a heartbeat. A line that is no message is an error of its rank."""
-        verb = message["type"]
-        if verb == MALFORMED:
-            text = f"rank {rank} sent a message that cannot be read: {message['text']}"
+        """Process a message. Return True if it is a heartbeat. A malformed message is an error of its rank."""
+        if why := malformed(message):
+            text = f"rank {rank} sent a message that cannot be read: {why}"
             self.errors.append({"kinds": [_MALFORMED_KIND], "text": text, "rank": rank, "phase": self.phase.value})
             return True
+        verb = message["type"]
         if verb == "hello":
             self._rank_pids[rank] = int(message["pid"])
             return True

@@ -27,7 +27,7 @@ from autotune.workers.launchers import Launcher
 from autotune.workers.memory_monitor import MemoryMonitor, Meter
 from autotune.workers.memory_peaks import MemoryPeaks
 from autotune.workers.process_tree import descendant_processes, processes
-from autotune.workers.protocol import MALFORMED, Channel, Message
+from autotune.workers.protocol import MALFORMED, Channel, Message, malformed
 
 # -- host workers ------------------------------------------------------------------------------------------------------
 #
@@ -216,9 +216,10 @@ class LocalWorkers:
             channel.close()
             return []
         hello["pid"] = channel.peer_pid  # as this process knows it, also from another PID namespace
-        if hello["type"] != "hello" or hello["rank"] not in self.numbers:
+        why = malformed(hello)
+        if why or hello["type"] != "hello" or hello["rank"] not in self.numbers:
             channel.close()
-            text = f"a connection began with {str(hello)[:100]}, not with a rank's hello"
+            text = why or f"a connection began with {str(hello)[:100]}, not with a rank's hello"
             return [(self.numbers[0], {"type": MALFORMED, "text": text})]
         self._channels[hello["rank"]] = channel
         self._rank_pids[hello["rank"]] = hello["pid"]

@@ -1,8 +1,9 @@
 """Exchange JSON lines over a socket.
 
-Ranks report to the parent, which sends `measure`, `certify`, `checkpoint` and `stop`.
+Ranks send the messages of `RANK_MESSAGES`. The parent sends `measure`, `certify`, `checkpoint` and `stop`.
 
-Pickle is not used: a rank may run the user's code, and its messages must not execute anything here.
+Pickle is not used: a rank may run the user's code, and its messages must not execute anything here. That code may also write
+to the socket, so the parent checks the shape of each message, and a malformed one is an error of its rank.
 """
 
 from __future__ import annotations
@@ -19,9 +20,109 @@ import time
 from typing import Any
 
 Message = dict[str, Any]
+MAX_LINE_BYTES = 8 * 2**20
 _LOOK_SECONDS = 0.5  # interval after which a closed stream is noticed
 
+# -- shapes of messages ------------------------------------------------------------------------------------------------
+
 MALFORMED = "malformed"  # type of the message that stands for a line that is none; `text` is the reason
+
+_PEAKS = dict.fromkeys(
+    (
+        "allocated_bytes?",
+        "reserved_bytes?",
+        "data_bytes?",
+        "overhead_bytes?",
+        "host_bytes?",
+        "pinned_bytes?",
+        "retries?",
+    ),
+    int,
+)
+_TRACE = {"steps": [dict], "stage": int, "precision": str, "accumulation": int, "missing?": str}
+# Fields that the parent reads of each type of a rank's message. A name with `?` may be missing or null, and `float` stands
+# for any finite number.
+RANK_MESSAGES: dict[str, dict[str, Any]] = {
+    "hello": {"rank": int, "pid": int},
+    "store": {"port": int, "scripts_port": int},
+    "device": {"uuid?": str, "outside_bytes?": int},
+    "phase": {"phase": str},
+    "progress": {"steps?": int, "micro_batches?": int},
+    "pulse": {"moved": bool, "where": str, "waits": bool, "compiles?": bool},
+    "facts": {"accumulation?": int, "micro_batch?": int, "config?": dict},
+    "unbuilt": {"op": str},
+    "measured": {
+        **_PEAKS,
+        "step_seconds?": [float],
+        "warmup_steps?": int,
+        "warmup_seconds?": float,
+        "measured_seconds?": float,
+        "micro_seconds?": float,
+        "boundary_seconds?": float,
+        "tokens?": float,
+        "live_bytes?": {str: int},
+        "facts?": {"accumulation?": int, "micro_batch?": int},
+        "trace?": _TRACE,
+    },
+    "loaded": _PEAKS,
+    "output": {"folder": str},
+    "checkpoints": {"folder": str, "ledger": dict},
+    "resumed": {"path": str},
+    "traced": {"trace?": _TRACE},
+    "error": {
+        "kinds?": [str],
+        "text?": str,
+        "traceback?": str,
+        "file?": str,
+        "files?": [str],
+        "phase?": str,
+        "rank?": int,
+        "errnos?": [int],
+        "cause?": str,
+        "full_disk?": str,
+        "numbers?": {"total_bytes?": int, "free_bytes?": int, "reserved_bytes?": int},
+    },
+    "bye": {"code?": int, "steps?": int},
+}
+
+
+def malformed(message: Message) -> str:
+    """Return why a rank's message cannot be used, or an empty text. Types that the parent does not read have any shape."""
+    verb = message["type"]
+    if verb == MALFORMED:
+        return str(message["text"])
+    wrong = _misfit(message, RANK_MESSAGES.get(verb, {}), verb)
+    return f"{wrong} has an unexpected value" if wrong else ""
+
+
+def _misfit(value: Any, shape: Any, name: str) -> str:
+    """Return the name of the first part of a JSON value that does not have the shape, or an empty text."""
+    if isinstance(shape, type):
+        if shape is float:
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+        elif shape is int:
+            fits = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+        else:
+            fits = isinstance(value, shape)
+        return "" if fits else name
+    if not isinstance(value, type(shape)):
+        return name
+    if isinstance(shape, list):
+        parts = [(one, shape[0], f"{name}[{at}]") for at, one in enumerate(value)]
+    elif str in shape:
+        parts = [(one, shape[str], f"{name}.{key}") for key, one in value.items()]
+    else:
+        known = [(key.rstrip("?"), inner, key.endswith("?")) for key, inner in shape.items()]
+        parts = [
+            (value.get(key), inner, f"{name}.{key}")
+            for key, inner, optional in known
+            if not optional or value.get(key) is not None
+        ]
+    found = (_misfit(*part) for part in parts)
+    return next((one for one in found if one), "")
+
+
+_LARGEST_NUMBER = 2**63  # of SQLite's integers; excludes infinity and NaN
 
 # -- channels ----------------------------------------------------------------------------------------------------------
 
@@ -29,8 +130,10 @@ MALFORMED = "malformed"  # type of the message that stands for a line that is no
 class Channel:
     """One end of a connection with JSON lines. A line that is no message arrives as a `MALFORMED` message."""
 
+    max_line_bytes = MAX_LINE_BYTES
     closed = False
     _buffer = b""
+    _skipping = False  # the rest of a line that is too long
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -54,7 +157,11 @@ class Channel:
         return int(struct.unpack("3i", found)[0])
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send one message. A closed connection is only noticed by reading."""
+        """Send one message. A closed connection is only noticed by reading.
+
+        Raises:
+            ValueError: the message is larger than MAX_LINE_BYTES.
+        """
         line = self._line(verb, fields)
         with contextlib.suppress(OSError), self._sending:
             self.sock.sendall(line)
@@ -94,14 +201,24 @@ class Channel:
         return self.sock.recv(65536)
 
     def _take(self) -> Message | None:
-        line, end, rest = self._buffer.partition(b"\n")
-        if not end:
-            return None
-        self._buffer = rest
-        return self._parse(line)
+        while b"\n" in self._buffer:
+            line, self._buffer = self._buffer.split(b"\n", 1)
+            skipped, self._skipping = self._skipping, False
+            message = None if skipped else self._parse(line)
+            if message is not None:
+                return message
+        if self._skipping or len(self._buffer) > self.max_line_bytes:
+            first, self._skipping, self._buffer = not self._skipping, True, b""
+            if first:
+                return {"type": MALFORMED, "text": f"a line of more than {self.max_line_bytes >> 20} MiB"}
+        return None
 
     def _line(self, verb: str, fields: Message) -> bytes:
-        return json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
+        line = json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
+        if len(line) > self.max_line_bytes:
+            size, most = len(line) >> 20, self.max_line_bytes >> 20
+            raise ValueError(f"a {verb} message has {size} MiB, and at most {most} MiB can be sent")
+        return line
 
     def _parse(self, line: bytes) -> Message | None:
         try:
@@ -122,8 +239,11 @@ class Channel:
 class Stream(Channel):
     """Channel over two pipes, or over any transport of another process's standard input and output.
 
-    Sending closes the stream if the other side accepts nothing for `patience_seconds`.
+    A line may have the messages of all ranks of a node. Sending closes the stream if the other side accepts nothing for
+    `patience_seconds`.
     """
+
+    max_line_bytes = 64 * MAX_LINE_BYTES
 
     def __init__(self, reads: int, writes: int, patience_seconds: float) -> None:
         self._reads, self._writes, self._patience_seconds = reads, writes, patience_seconds

@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
@@ -26,7 +28,7 @@ from autotune.workers.gpu_memory import make_meter
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher, trial_environment
 from autotune.workers.process_tree import REAP_SECONDS, end_ranks, processes_with_variable
-from autotune.workers.protocol import MALFORMED, Channel
+from autotune.workers.protocol import RANK_MESSAGES, Channel, malformed
 from tests.conftest import make_candidate, make_job, wait_until
 
 FAKE = "tests.workers.fake_rank"
@@ -553,13 +555,27 @@ def test_ranks_that_cannot_be_killed_are_not_waited_for_for_ever(monkeypatch: py
     assert clock[0] == REAP_SECONDS, "one deadline for all"
 
 
-def test_a_line_that_is_no_message_is_an_error_of_its_rank(tmp_path: Path) -> None:
-    group = Fakes(tmp_path).make(GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.0, may_exit=True))
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(verb=st.sampled_from([*sorted(RANK_MESSAGES), "other"]), data=st.data())
+def test_a_message_of_any_shape_is_processed_or_an_error_of_its_rank(
+    verb: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fakes = Fakes(tmp_path_factory.mktemp("group"))
+    group = fakes.make(GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.0, may_exit=True))
     group._world, group._hosts[0].numbers = 2, range(2)
     try:
-        group._process(1, {"type": MALFORMED, "text": "'x' is no message"})
-        verdict = classify_failure(group.evidence())
+        fields = [name.rstrip("?") for name in RANK_MESSAGES.get(verb, ())]
+        message = {name: data.draw(_JSON, label=name) for name in fields if data.draw(st.booleans())}
+        group._process(1, {"type": verb, **message})
+        if malformed({"type": verb, **message}):
+            verdict = classify_failure(group.evidence())
+            assert (verdict.kind, verdict.rank) == (OutcomeKind.CRASH, 1)
+            assert "rank 1 sent a message that cannot be read: " in verdict.reason
     finally:
         group.end()
-    assert (verdict.kind, verdict.rank) == (OutcomeKind.CRASH, 1)
-    assert "rank 1 sent a message that cannot be read: 'x' is no message" in verdict.reason

@@ -1,12 +1,13 @@
 import json
 import os
 import socket
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.workers.protocol import MALFORMED, Channel, Stream
+from autotune.workers.protocol import MALFORMED, MAX_LINE_BYTES, RANK_MESSAGES, Channel, Stream, malformed
 
 words = st.dictionaries(
     st.text(min_size=1, max_size=8).filter(lambda k: k not in ("kind", "self", "type")), st.integers() | st.text()
@@ -49,9 +50,38 @@ def test_what_a_shell_prints_into_a_stream_is_malformed() -> None:
     assert stream.receive(5.0) is None
 
 
+def test_a_message_that_is_too_large_is_an_error_of_its_sender() -> None:
+    one, other = pair()
+    with pytest.raises(ValueError, match="a measured message has 8 MiB, and at most 8 MiB can be sent"):
+        one.send("measured", text="x" * MAX_LINE_BYTES)
+    one.send("bye")
+    assert other.receive(5.0) == {"type": "bye"}, "nothing of it was sent"
+    one.close()
+    other.close()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(RANK_MESSAGES)), st.data())
+def test_a_field_of_any_shape_is_accepted_or_named(verb: str, data: st.DataObject) -> None:
+    names = [name.rstrip("?") for name in RANK_MESSAGES[verb]]
+    message = {name: data.draw(_JSON, label=name) for name in names if data.draw(st.booleans())}
+    found = malformed({"type": verb, **message})
+    assert not found or found.startswith(verb)
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
+        (b'{"type": "hello", "rank": "0", "pid": 1}', "hello.rank has an unexpected value"),
+        (b'{"type": "hello", "rank": 0}', "hello.pid has an unexpected value"),
+        (b'{"type": "measured", "step_seconds": [1, NaN]}', "measured.step_seconds[1] has an unexpected value"),
+        (b'{"type": "measured", "live_bytes": {"a": "1"}}', "measured.live_bytes.a has an unexpected value"),
         (b'{"type": 3}', "is no message"),
         (b"[1]", "is no message"),
         (b"[" * 100_000, "is no message"),
@@ -63,8 +93,7 @@ def test_a_malformed_message_says_why(line: bytes, why: str) -> None:
     channel = Channel(theirs)
     sock.sendall(line + b"\n")
     (message,) = channel.drain()
-    assert message["type"] == MALFORMED
-    assert message["text"].endswith(why)
+    assert malformed(message).endswith(why)
     sock.close()
     channel.close()
 
@@ -77,3 +106,14 @@ def test_silence_ends_and_a_closed_peer_is_noticed() -> None:
     assert one.receive(1.0) is None
     assert one.closed
     one.send("into the void")
+
+
+def test_a_line_without_an_end_does_not_fill_memory() -> None:
+    sock, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    writer = threading.Thread(target=lambda: (sock.sendall(b"x" * (MAX_LINE_BYTES + 100_000)), sock.close()))
+    writer.start()
+    assert channel.receive(10.0) == {"type": MALFORMED, "text": "a line of more than 8 MiB"}
+    assert channel.receive(10.0) is None
+    writer.join()
+    assert len(channel._buffer) <= MAX_LINE_BYTES
