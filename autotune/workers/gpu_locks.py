@@ -13,6 +13,7 @@ with a holder's line in it is locked and written.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
