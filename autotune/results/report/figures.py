@@ -202,12 +202,9 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
         Axis("tokens/s", 0.0, 1.06 * fastest, tokens),
         lane=30 if out else 0,
     )
-    one = ceiling_bytes == capacity_bytes
-    plot.upright(capacity_bytes, "capacity", "capacity, and ceiling" if one else "capacity")
-    if not one:
-        plot.upright(ceiling_bytes, "ceiling", "ceiling", left=True)
-    front = _front([t for t in ran if not t.remark])
-    plot.front([(t.peak_bytes or 0, t.tokens_per_second or 0) for t in front])
+    plot.upright(capacity_bytes, "capacity", "capacity")
+    plot.upright(ceiling_bytes, "ceiling", "ceiling", left=True)
+    plot.front(_front([t for t in ran if not t.remark]))
     for trial in out:
         shape, classes = marker_style(trial)
         plot.mark(shape, needed[trial.number], None, classes, trial.number)
@@ -228,11 +225,11 @@ def why_no_speed(report: StudyReport) -> str:
     return f"No trial has measured a speed, so there is no chart of it{table}."
 
 
-def _front(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that no other trial beats in both speed and memory, smallest first."""
+def _front(trials: Sequence[Trial]) -> list[tuple[float, float]]:
+    """Return (peak, speed) of the trials that no other trial beats in both, smallest first."""
     best, front = 0.0, []
-    for trial in sorted(trials, key=lambda t: (t.peak_bytes or 0, -(t.tokens_per_second or 0))):
-        if (trial.tokens_per_second or 0) > best:
-            best = trial.tokens_per_second or 0
-            front.append(trial)
+    for peak_bytes, slowness in sorted((t.peak_bytes or 0, -(t.tokens_per_second or 0)) for t in trials):
+        if -slowness > best:
+            best = -slowness
+            front.append((float(peak_bytes), best))
     return front
