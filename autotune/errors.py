@@ -43,6 +43,10 @@ class DisplayedError(Exception):
     def __init__(self, text: str = "") -> None:
         super().__init__(_ENDLESS.sub(lambda word: f"{word[0][:100]}…", masked(text)))
 
+    def replace_text(self, text: str) -> None:
+        """Replace the text."""
+        self.args = (text,)
+
 
 class UserError(DisplayedError):
     """Bad input: the message names the problem, the expected input and the fix."""

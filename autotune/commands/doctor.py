@@ -50,6 +50,7 @@ from autotune.workers.process_tree import end_processes_with_variable
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
 _IDLE_SECONDS = 120.0  # limit without any computation or I/O of the probe and its compilers
+_SHOWN_SECONDS = 10.0  # between two reports of a slow step
 
 
 @dataclass(frozen=True)
@@ -338,12 +339,19 @@ def _examination(
     """
     mark, hung, over, facts = uuid.uuid4().hex, threading.Event(), threading.Event(), None
 
+    step = ["starting a Python"]
+
     def watch() -> None:
         check, progressed_at = LivenessCheck(), time.monotonic()
+        began, before = progressed_at, step[0]
         while not over.wait(1.0):
             now = time.monotonic()
+            if step[0] != before:
+                began, before = now, step[0]
             if check.made_progress([child.pid]):
                 progressed_at = now
+            if now - began > _SHOWN_SECONDS:
+                doing(f"{step[0]} ({now - began:.0f} s)")
             if now - progressed_at > _IDLE_SECONDS:
                 hung.set()
                 end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
@@ -365,7 +373,8 @@ def _examination(
         try:
             for line in child.stdout or ():
                 if line.startswith("DOING"):
-                    doing(line[5:].strip())
+                    step[0] = line[5:].strip()
+                    doing(step[0])
                 elif line.startswith("FACTS"):
                     facts = json.loads(line[5:])
             child.wait()

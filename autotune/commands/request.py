@@ -637,7 +637,7 @@ def placed_errors(places: Mapping[str, str]) -> Iterator[None]:
         yield
     except UserError as error:
         flag = str(error).partition(" ")[0].rstrip(":")
-        error.args = (str(error).replace(flag, places.get(flag, flag), 1),)
+        error.replace_text(str(error).replace(flag, places.get(flag, flag), 1))
         raise
 
 
@@ -720,5 +720,5 @@ def python_errors() -> Iterator[None]:
         text = re.sub(r"(?<![\w-])--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), str(error))
         if type(error) in (UserError, ScriptFails):
             raise BadArgument(text) from None
-        error.args = (text,)
+        error.replace_text(text)
         raise

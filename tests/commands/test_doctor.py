@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -155,11 +156,13 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert doctor._IDLE_SECONDS == 120.0
     monkeypatch.setattr(doctor, "_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(doctor, "_SHOWN_SECONDS", 0.5)
     compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
     monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
     found = by_name(doctor._libraries(heard.append, OWN))["libraries"]
     assert found.level == "bad"
     assert "no compiler and nothing else worked for 1 s" in found.found
+    assert any(re.fullmatch(r"starting a Python \(\d+ s\)", line) for line in heard), "the time is shown"
 
 
 def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:
