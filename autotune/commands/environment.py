@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -187,6 +187,10 @@ class Nodes:
     interpreter: Interpreter  # of the ranks
     variables: tuple[str, ...] = ()  # variables of this process that a typed command sets; sent too
     cluster: Cluster | None = None
+
+    def also_send(self, variables: Iterable[str]) -> None:
+        """Send these variables of this process too: a typed command sets them."""
+        self.variables = tuple(variables)
 
     def reach(
         self,
