@@ -163,7 +163,7 @@ class Ops:
 
     @property
     def all_build_seconds(self) -> float:
-        """Return the seconds of all builds, including one that is going on."""
+        """Return the seconds of all builds, waits for those of other processes included, and one that is going on."""
         now = time.monotonic()
         return self.build_seconds + (now - self._building_since if self._building_since is not None else 0.0)
 
@@ -239,9 +239,9 @@ class Ops:
         elif message["state"] in ("waiting", "building", "loading"):
             self._announce(message)
         else:
-            self._loading = self._building_since = None
-            if message.get("built") or message["state"] == "failed":
+            if self._building_since is not None or message["state"] == "failed":
                 self.build_seconds += message["seconds"]
+            self._loading = self._building_since = None
             if message.get("built"):
                 self._print_line(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
 
@@ -260,7 +260,7 @@ class Ops:
             text = f"going on with DeepSpeed's {op}, whose build was stopped (outside the budget)"
         else:
             text = f"building DeepSpeed's {op} (once for this environment, maybe minutes; outside the budget)"
-        if message["state"] == "building" and self._building_since is None:
+        if self._building_since is None:
             self._building_since = time.monotonic()
         self._print_line(text)
         self._show(text)
