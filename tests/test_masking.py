@@ -197,9 +197,7 @@ def test_a_known_value_is_masked_wherever_it_stands() -> None:
     assert masked_values(f'x s3cr<t"v& y {json.dumps("s3cr<t" + chr(34) + "v&")}') == f'x {MASK} y "{MASK}"'
     assert "s3cr" not in masked("<p>s3cr&lt;t&quot;v&amp;</p>")
     learn("training")
-    assert masked("training, your_training_must") == f"{MASK}, your_{MASK}_must" or "your_training_must" in masked(
-        "your_training_must"
-    )
+    assert masked("training, your_training_must") == f"{MASK}, your_{MASK}_must"
 
 
 def test_errors_hold_no_secrets() -> None:
@@ -238,20 +236,14 @@ SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123456789-_./+=!@#%&<>\"'
 )
 PROFILE = {
     "config": {},
-    "precision": "fp32",
     "causal": True,
     "model": "LlamaForCausalLM",
     "checkpointing": True,
-    "checkpointed": False,
     "through_arguments": True,
-    "loader_prepared": False,
-    "relaunched": 0,
     "micro_batch": 2,
     "client_optimizer": True,
-    "untested_optimizer": False,
     "accumulation": 1,
     "seq_len": 32,
-    "batch_note": "",
 }
 
 
@@ -296,7 +288,6 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
         ("show", "s"),
         ("show", "s", "--json"),
         ("report", "s"),
-        ("record", "s"),
         *(("export", "s", "--format", style) for style in ("deepspeed", "accelerate", "hf", "sbatch")),
     ):
         code, out, err = call(monkeypatch, capsys, *words)

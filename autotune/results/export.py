@@ -730,7 +730,7 @@ def sbatch_script(
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if device == "cuda" else ""
     asked: dict[str, tuple[str, str]] = {}
     trained = shell_text(words, asked)
-    public = {name: value for name, value in variables.items() if not names_secret(name)}
+    public = {name: value for name, value in variables.items() if not names_secret(name) and masked(value) == value}
     exports = f"export {assignments(public)}\n" if public else ""
     asked |= {name: (name, value) for name, value in variables.items() if name not in public}
     if asked:  # sbatch passes on the environment in which it is called
