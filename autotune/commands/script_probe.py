@@ -295,7 +295,7 @@ def _checked(
         profile = dataclasses.replace(profile, seeds=())
     if measured is not None:
         if runs.repeats_seeds:
-            print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
+            print_line(f"{script.name} has other seeds in each run: trials repeat those of its first run")
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile.to_json(), "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}

@@ -90,11 +90,11 @@ def training_of(job: Job, candidate: Candidate) -> Training:
 
 
 def explain_end(ended: str, job: Job, candidate: Candidate) -> list[str]:
-    """Return lines on the end of a training under a candidate, like `oom_device: …`, without the first; none if it is no OOM."""
+    """Return lines on the end of a training, like `oom_device: …`: the tensor, and the change; none if it is no OOM."""
     kind, _, reason = ended.partition(": ")
     if kind not in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST):
         return []
-    return explain(LoggedFailure(OutcomeKind(kind), reason), training_of(job, candidate)).lines()[1:]
+    return explain(LoggedFailure(OutcomeKind(kind), reason), training_of(job, candidate)).lines()[1:-1]
 
 
 def explain_outcome(candidate: Candidate, outcome: Outcome, job: Job) -> str:

@@ -46,7 +46,7 @@ class Tensor:
     places: Sequence[str]
     frames: str  # pattern of its innermost frames; empty: of any
     size: str  # key of `_SIZES`; empty: unknown
-    stages: Sequence[int] = (0, 1, 2, 3)
+    stages: Sequence[int] = range(-1, 4)  # -1: DeepSpeed is not in use
     remedy: str = ""  # the change that helps, and its cost; empty: what the memory table finds
     of_batch: bool = False  # its size depends on the batch
     before_batch: bool = False  # True if it exists before any batch, or in each step whatever the batch
@@ -56,7 +56,8 @@ class Tensor:
         """Check that a training at this place may allocate it."""
         own = training.candidate
         offloaded = self.of_optimizer and own.offload_optimizer != "none"
-        return own.stage in self.stages and not offloaded and (not place or place in self.places)
+        stage = own.stage - (not training.config)  # -1 without DeepSpeed
+        return stage in self.stages and not offloaded and (not place or place in self.places)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ _SIZES: dict[str, Callable[[Training], Sizes]] = {
 _OF_PARAMETERS = ("copy", "copy of 2 bytes", "share of 4 bytes", "share of 2 bytes")
 
 # The next four move with the counts of tests/results/test_explanation.py.
-_SEGMENT_BYTES = 2 * MIB  # torch asks for a multiple of it
+_SEGMENT_BYTES = 2 * MIB  # torch asks for a multiple of it on GPUs, from five times as much on
 _ROUNDED = 0.002  # share, at most: figures have three digits or more
 _PADDED = 0.01  # share of a flat tensor that is padding, or weights that the model's shape does not tell
 _NOMINAL = 0.12  # share by which the number in a name differs: "7B" is 6.2 to 7.8 billion
@@ -175,6 +176,6 @@ def _formula(tensor: Tensor, training: Training, asked: int) -> str:
     error = _NOMINAL if training.nominal and tensor.size in _OF_PARAMETERS else _PADDED
     error = _ROUNDED + error * (not tensor.of_batch)
     for size, text in _SIZES[tensor.size](training) if tensor.size else ():
-        if asked * (1 - error) - _SEGMENT_BYTES <= size <= asked * (1 + error):
+        if asked * (1 - error) - _SEGMENT_BYTES * (asked > 5 * _SEGMENT_BYTES) <= size <= asked * (1 + error):
             return text
     return ""

@@ -16,7 +16,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.explain.command import explain_log
-from autotune.explain.explanation import Explanation, explain_end
+from autotune.explain.explanation import Explanation, explain_end, training_of
 from autotune.explain.training import read_training
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
@@ -126,6 +126,12 @@ def test_a_launch_is_explained_in_its_own_precision() -> None:
     ended = "oom_device: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB"
     half, full = (explain_end(ended, make_job(precision=one), make_candidate(2)) for one in ("bf16", "fp32"))
     assert half != full
+
+
+def test_a_training_under_deepspeed_is_not_told_to_take_it() -> None:
+    job, own = make_job(), make_candidate(0)
+    ended = f"oom_device: you tried to allocate {2 * training_of(job, own).of_model} bytes"
+    assert not re.search("DeepSpeed|autotune run", str(explain_end(ended, job, own)))
 
 
 def test_what_a_log_says_is_not_taken_for_more() -> None:
