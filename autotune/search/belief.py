@@ -41,16 +41,15 @@ EFFECT_SIGMA: Mapping[str, float] = {
     "zero_stage": 0.12,
 }
 OTHER_SIGMA = 0.06  # of a knob that no recorded table has
-INTERACTION = 0.3  # variance of effects that depend on other knobs, as a share of the variance of all single effects
-ALIKE = 0.35  # correlation of such effects between two values of one knob
+ALIKE = 0.35  # correlation of effects that depend on other knobs, between two values of one knob
 _MISSING = -50.0  # stands for the logarithm of a size that a candidate lacks; far from all others
 
 
 class KnobKernel:
     """Covariances between candidates of an error in the logarithm of a speed, at amplitude 1.
 
-    Each knob has an additive effect, and further effects depend on several knobs. Sizes of one knob are alike if their
-    ratio is small, and values of a choice are not.
+    Each knob has an additive effect. Further effects depend on several knobs, and together vary as much as all single ones.
+    Sizes of one knob are alike if their ratio is small, and values of a choice are not.
 
     Args:
         sigmas: standard deviation of an effect, by knob.
@@ -73,7 +72,7 @@ class KnobKernel:
     @property
     def variances(self) -> Floats:
         """Return the variance of a candidate's error by first-order and by second-order knobs, (2,)."""
-        return (1 + INTERACTION) * np.array(self._variance)
+        return 2 * np.array(self._variance)
 
     def covariances(self, places: Sequence[int]) -> Floats:
         """Return the covariances of all candidates with those at these places, (2, n, places), for either order."""
@@ -89,7 +88,7 @@ class KnobKernel:
                 single[knob.order] += knob.variance * alike
                 joint[knob.order] *= ALIKE + (1 - ALIKE) * alike
             joint[1] *= joint[0]
-            self._columns[place] = single + INTERACTION * np.array(self._variance)[:, None] * joint
+            self._columns[place] = single + np.array(self._variance)[:, None] * joint
         return self._columns[place]
 
 
