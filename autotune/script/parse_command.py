@@ -322,6 +322,7 @@ _BEFORE = set("exec nohup time then do else srun mpirun mpiexec uv conda {".spli
 _BETWEEN = re.compile(r"\s*(?:&&|\|\||;)\s*")
 _QUOTED = re.compile(r"\b(?:ba|da|z|k)?sh\s+-\w*c\s+(['\"])(.*)\1")
 _AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # pipes, redirections and comments after a command
+_ASSIGNED = re.compile(r"^\w+=(?=['\"])")  # a command in a variable
 _PROGRAMS = {name for one in FRAMEWORKS for name in one.programs}
 
 
@@ -363,11 +364,13 @@ def training_line(path: Path) -> str:
 
 
 def _alone(part: str) -> str:
-    """Return a command without its surroundings: parentheses of a subshell, or an unmatched quote."""
+    """Return a command without its surroundings: parentheses of a subshell, or a variable or a quote around it."""
     part = _AFTER.sub("", part).strip().lstrip("(")
     if part.count(")") > part.count("("):
         part = part.rstrip(") ")
-    return part.rstrip("'\"") if part.count('"') % 2 or part.count("'") % 2 else part
+    if part.count('"') % 2 or part.count("'") % 2:
+        part = _ASSIGNED.sub("", part).strip("'\"")
+    return part
 
 
 def _command(words: list[str]) -> list[str]:
