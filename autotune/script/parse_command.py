@@ -322,7 +322,7 @@ _BEFORE = set("exec nohup time then do else srun mpirun mpiexec uv conda {".spli
 _BETWEEN = re.compile(r"\s*(?:&&|\|\||;)\s*")
 _QUOTED = re.compile(r"\b(?:ba|da|z|k)?sh\s+-\w*c\s+(['\"])(.*)\1")
 _AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # pipes, redirections and comments after a command
-_ASSIGNED = re.compile(r"^\w+=(?=['\"])")  # a command in a variable
+_ASSIGNED = re.compile(r"^\w+=['\"](?:\$\S+ )*")  # a command in a variable, after others
 _PROGRAMS = {name for one in FRAMEWORKS for name in one.programs}
 
 

@@ -73,7 +73,7 @@ def test_what_python_runs_is_a_script(folder: Path, first: str) -> None:
         ("(cd src && torchrun train.py ds.json)", "torchrun train.py ds.json"),
         ("(torchrun --nproc-per-node $(nproc) train.py)", "torchrun --nproc-per-node $(nproc) train.py"),
         ("{ torchrun train.py; }", "torchrun train.py"),
-        ('cmd="torchrun train.py 2>&1 | tee log"\neval $cmd', "torchrun train.py"),
+        ('cmd="${NCCL} torchrun train.py 2>&1 | tee log"\neval $cmd', "torchrun train.py"),
         ("srun --nodes 1 bash -c \"torchrun train.py --name 'a b'\"", "torchrun train.py --name 'a b'"),
         ("if true; then\n  exec torchrun train.py > log\nfi", "torchrun train.py"),
         ("srun --nodes 1 -c 4 torchrun train.py &", "torchrun train.py"),
