@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +29,8 @@ def shapes_alone(fused: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_plain_masks())
-        stack.enter_context(_without_checks())
+        # transformers' own switch, without which it compares the number of image tokens with the number of features
+        stack.enter_context(patch.dict(os.environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}))
         stack.enter_context(_known_values())
         stack.enter_context(_grouped_products())
         stack.enter_context(_even_experts())
@@ -82,7 +82,8 @@ def _known_values() -> Iterator[None]:
     """Keep known values in tensors with more than one element, and compute functions of image sizes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
-        for module in _loaded_models():
+        # A model's module is loaded when its configuration is built.
+        for module in [one for name, one in sys.modules.items() if name.startswith("transformers.models.")]:
             for name, function in [(name, vars(module).get(name)) for name in _OF_GRIDS]:
                 if callable(function):
                     stack.enter_context(patch.object(module, name, _computed(function)))
@@ -92,11 +93,6 @@ def _known_values() -> Iterator[None]:
                 if _WINDOWS in vars(kind):
                     stack.enter_context(patch.object(kind, _WINDOWS, _computed_method(vars(kind)[_WINDOWS])))
         yield
-
-
-def _loaded_models() -> list[ModuleType]:
-    """Return transformers' modules of models. A model's is loaded when its configuration is built."""
-    return [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
 
 
 def _blank_positions(_: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,20 +114,6 @@ def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _computed_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tower, grid: _computed(functools.partial(method, tower))(grid)
-
-
-@contextlib.contextmanager
-def _without_checks() -> Iterator[None]:
-    """Set transformers' own switch that skips comparing the number of image tokens with the number of features."""
-    name = "TRANSFORMERS_DISABLE_TORCH_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 class _GradientOfBias(torch.autograd.Function):
@@ -299,21 +281,6 @@ def runs_token_by_token(model: torch.nn.Module) -> bool:
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-class LossInPlace(torch.autograd.Function):
-    """Cross entropy whose gradient overwrites the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Any) -> Any:
-        """Save the logits for backward; return a loss of shape ()."""
-        ctx.save_for_backward(logits)
-        return torch.zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Return the saved logits as the gradient, since it overwrites them."""
-        return ctx.saved_tensors
-
-
 class FusedLinear(torch.autograd.Function):
     """A head and its loss, computed for a part of the tokens at a time; forward already makes the gradients of both.
 
@@ -322,12 +289,12 @@ class FusedLinear(torch.autograd.Function):
     without an allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as
     many. Two micro-batches cannot show growth in such steps, so this is the lower bound.
 
-    Some versions make a part's gradient of the head apart in 32 bits (`apart`). With 32-bit logits all versions do. All do so
-    on cards before Ampere, too, which is not counted.
+    With 32-bit logits a part's gradient of the head is made apart in 32 bits. On cards before Ampere it always is, which is
+    not counted.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, apart: bool) -> Any:
+    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
         """Allocate the tensors of Liger's fused linear loss in chunks; return a loss of shape ()."""
         tokens, width = hidden.shape
         chunks = -(-weight.shape[0] // width)
@@ -336,7 +303,7 @@ class FusedLinear(torch.autograd.Function):
         part = hidden[: -(-tokens // chunks)]
         logits = part @ weight.t()
         _multiply(logits, weight, of_hidden[: len(part)])
-        if of_weight is not None and (apart or logits.dtype == torch.float32):
+        if of_weight is not None and logits.dtype == torch.float32:
             of_weight.add_((logits.t() @ part).float())
         elif of_weight is not None:
             # torch has no such product into 32 bits on CPUs, so the sum is made in 16 bits inside the same memory.
@@ -349,7 +316,7 @@ class FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Return the gradients that forward computed: hidden states (tokens, width), weight (vocabulary, width)."""
-        return *ctx.saved_tensors, None
+        return ctx.saved_tensors
 
 
 def _multiply(left: Any, right: Any, into: Any) -> None:

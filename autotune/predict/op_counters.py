@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,18 +35,10 @@ class Counters:
         self.latest: dict[int, Any] = {}  # weak reference to the last storage that was read at an address
         self.frozen_only = 0.0  # bytes that only frozen linear layers have read, from `dropped_inputs`
         self.last = 0
-        # returns the tensor and calls the function once its gradient exists; set by the tracer, as it needs torch
-        self.passed: Callable[[Any, Callable[..., None]], Any] = lambda tensor, made: tensor
 
     def forget_operators(self) -> None:
         """Reset the operators, bytes moved and FLOPs after the model is built, as building is no part of a step."""
         self.operators, self.moved, self.flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-
-    def add(self, operators: float, moved: float, flops: float = 0.0) -> None:
-        """Add work that is not run to the current phase; `moved` in bytes."""
-        self.operators[self.phase] += operators
-        self.moved[self.phase] += moved
-        self.flops[self.phase] += flops
 
     def read(self, tensor: Any) -> None:
         """Record the input of a frozen linear layer in forward."""
@@ -143,6 +134,24 @@ def follow_encoder(encoder: Any, counters: Counters) -> None:
     encoder.register_forward_hook(forward_ends)
 
 
+class _Passed(torch.autograd.Function):
+    """Pass a tensor through, and call `made` when its gradient is made.
+
+    DeepSpeed's hooks do the same, which separates the gradient of one module from those of other modules that read the
+    tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, made: Any) -> Any:
+        ctx.made = made
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.made()
+        return gradients[0], None
+
+
 class _ModuleUse:
     """Count a module's own parameters as in use while stage 3 keeps them gathered.
 
@@ -187,8 +196,7 @@ class _ModuleUse:
         if type(module).__name__ == "Linear":  # torch's own class, which calls torch.nn.functional.linear
             self._counters.read(args[0])
         return tuple(
-            self._counters.passed(one, self._made_gradient) if yes else one
-            for one, yes in zip(args, wanted, strict=True)
+            _Passed.apply(one, self._made_gradient) if yes else one for one, yes in zip(args, wanted, strict=True)
         )
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:

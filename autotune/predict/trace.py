@@ -40,13 +40,12 @@ from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
 # Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
-# place, as fused cross-entropy kernels do; `fused32`: in place of their 32-bit copy. `chunked`: chunk by chunk, as
-# kernels do that include the head and never hold all logits; each chunk adds its part of the head's gradient in
-# place, with `chunked-apart` apart in 32 bits. `shifted*`: from a shifted copy of the logits, as model code did
+# place, as fused cross-entropy kernels do. `chunked`: chunk by chunk, as kernels do that include the head and never
+# hold all logits. `shifted*`: from a shifted copy of the logits, as model code did
 # before 2025: in 32 bits, in 16, or in 16 with a cast by cross entropy itself, as under autocast (torch's list of
 # operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until backward
 # is done. Hand-written loops do that; transformers' Trainer does not.
-LOSSES = ("own", "fused", "fused32", "chunked", "chunked-apart", "shifted32", "held32", "shifted16", "shifted-cast")
+LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifted-cast")
 
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
 _OWN_SHARE = 0.5  # share of a core, below which a trace that does not come tells of the machine and not of the model

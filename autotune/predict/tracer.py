@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from autotune.predict.fake_tensor_patches import (
     FusedLinear,
-    LossInPlace,
     Patch,
     plain_conversion,
     runs_token_by_token,
@@ -27,7 +26,7 @@ from autotune.predict.fake_tensor_patches import (
     with_values,
 )
 from autotune.predict.op_counters import CountedTensors, Counters, add_counter_hooks, follow_encoder, joined_passes
-from autotune.predict.trace_data import BACKWARD, ENTRIES, IMPORTED, Pass, Trace
+from autotune.predict.trace_data import BACKWARD, ENTRIES, FORWARD, IMPORTED, Pass, Trace
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
 from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ
 from autotune.rank import model_builder
@@ -62,9 +61,8 @@ class Impossible(Exception):
 class _Options:
     """Options of a traced run."""
 
-    use_cache: bool = False
-    loss: str = "own"
-    device: str = "cuda"
+    loss: str
+    device: str
 
 
 # -- a trace -------------------------------------------------------------------------------------------------------------
@@ -73,8 +71,6 @@ class _Options:
 def trace_model(
     job: Job,
     *,
-    use_cache: bool = False,
-    whole_depth: bool = False,
     loss: str = "own",
     device: str = "cuda",
     workers: int = 1,
@@ -83,8 +79,6 @@ def trace_model(
     """Trace the job's model.
 
     Args:
-        use_cache: keep keys and values, as models do by default; training switches it off.
-        whole_depth: trace every layer instead of extrapolating.
         loss: one of `trace.LOSSES`.
         device: device whose kernels are counted: `cpu` has no fused attention with dropout.
         on_sizes: called with the parameters' sizes as soon as they are known, in the format of an answer's `sizes`.
@@ -108,9 +102,9 @@ def trace_model(
             blank_batch(job, config, 1)
         except ValueError as error:
             raise Impossible(" ".join(str(error).split())) from None
-    depths = None if whole_depth or config is None else extrapolation(config, model)
+    depths = None if config is None else extrapolation(config, model)
     del model
-    options = _Options(use_cache, loss, device)
+    options = _Options(loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
         # The fork happens before torch has run anything: each child has the imports, and a core. Children end with this
@@ -208,24 +202,6 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
 # -- one run -------------------------------------------------------------------------------------------------------------
 
 
-class _Passed(torch.autograd.Function):
-    """Pass a tensor through, and call `made` when its gradient is made.
-
-    DeepSpeed's hooks do the same, which separates the gradient of one module from those of other modules that read the
-    tensor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, made: Any) -> Any:
-        ctx.made = made
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.made()
-        return gradients[0], None
-
-
 def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int) -> Counters:
     """Run one forward and backward under fake tensors.
 
@@ -242,12 +218,11 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
             shapes_alone(fused=options.device == "cuda"),
             contextlib.ExitStack() as looping,
         ):
-            model, batches = _model_to_train(job, config, checkpointing, options)
+            model, batches = _model_to_train(job, config, checkpointing)
             for tensor in (*model.parameters(), *model.buffers()):
                 live.add(tensor)
             run.base = live.bytes
             run.forget_operators()
-            run.passed = _Passed.apply
             add_counter_hooks(model, run)
             run.in_use = bytes_of_head(job, model, options.loss)
             if (encoder := _encoder(model, job.task)) is not None:
@@ -267,12 +242,12 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
     return run
 
 
-def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Options) -> tuple[Any, Any]:
+def _model_to_train(job: Job, config: Any, checkpointing: bool) -> tuple[Any, Any]:
     """Return the model in training mode and its batches, from `_build`."""
     with plain_conversion():
         model, batches = _build(job, config)
     if job.workload is None:
-        keep_cache(model, options.use_cache and not checkpointing)
+        keep_cache(model, False)
     model.train()
     if checkpointing:
         if not hasattr(model, "gradient_checkpointing_enable"):
@@ -376,8 +351,6 @@ def main() -> None:
 #
 # Losses of a traced model, one for each of `trace.LOSSES`.
 
-IN_CHUNKS = ("chunked", "chunked-apart")
-
 
 def autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
     """Return torch's autocast for CUDA, as far as the CPU has the same operators: matrix products and attention in 16 bits."""
@@ -394,13 +367,11 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
     if loss == "own" or job.task not in DECODED:
         return forward(model, batch)
     labels = batch.pop("labels")
-    if loss in IN_CHUNKS:
-        return _chunked_loss(model, batch, apart=loss == "chunked-apart")
+    if loss == "chunked":
+        return _chunked_loss(model, batch)
     logits = model(**batch).logits
     if loss == "fused":
         return logits.mean()
-    if loss == "fused32":
-        return LossInPlace.apply(logits.float())
     if loss in ("shifted32", "held32"):
         logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
@@ -412,7 +383,7 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
     return scalar
 
 
-def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
+def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
     """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024).
 
     Forward handles a part of the tokens at a time, with logits about as large as the hidden states, and already makes both
@@ -427,7 +398,7 @@ def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
     head.forward = forward_of_head
     model(**batch)
     hidden = read.pop()
-    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, apart)
+    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight)
 
 
 def bytes_of_head(job: Job, model: Any, loss: str) -> float:
@@ -436,27 +407,25 @@ def bytes_of_head(job: Job, model: Any, loss: str) -> float:
     ZeRO-3 then registers it as a parameter of the whole model (`register_external_parameter`,
     runtime/zero/parameter_offload.py), and releases it when the model has finished a pass.
     """
-    if loss not in IN_CHUNKS or job.task not in DECODED:
+    if loss != "chunked" or job.task not in DECODED:
         return 0.0
     return float(model.get_output_embeddings().weight.nbytes)
 
 
 def add_uncounted(run: Counters, job: Job, model: Any, micro_batch: int, loss: str) -> None:
-    """Add the work of a fused kernel's loss in forward, which reads the logits twice and writes their gradient once.
+    """Add the forward work of a loss in chunks: reading the logits twice and writing their gradient once.
 
-    In parts, add logits and both gradients for all parts except the one that runs.
+    Logits and both gradients are added for all parts except the one that runs.
     """
-    if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
+    if loss != "chunked" or job.task not in DECODED:
         return
     weight = model.get_output_embeddings().weight
     products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
     tokens = micro_batch * job.seq_len
-    if loss == "fused32":
-        run.add(1, 3.0 * 4 * tokens * vocabulary)
-        return
-    flops = 2 * products * tokens * width * max(0, vocabulary - width)
     chunks = -(-vocabulary // width)
-    run.add((products + 1) * (chunks - 1) + 1, 3.0 * tokens * vocabulary * weight.element_size(), float(flops))
+    run.operators[FORWARD] += (products + 1) * (chunks - 1) + 1
+    run.moved[FORWARD] += 3.0 * tokens * vocabulary * weight.element_size()
+    run.flops[FORWARD] += 2.0 * products * tokens * width * max(0, vocabulary - width)
 
 
 def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def traces(amount: Amount) -> list[dict[str, Any]]:
     reference = json.loads((DATA / "activation_traces.json").read_text())
     errors = []
     for name, row in list(reference.items())[: amount.reference_models]:
-        trace = trace_model(Job(resolve_model(name), 1, row["seq"], "bf16"), use_cache=True)
+        trace = trace_model(Job(resolve_model(name), 1, row["seq"], "bf16"))
         errors += [
             abs(trace.plain.act_bytes_per_sequence / row["act0"] - 1),
             abs(trace.of(True).act_bytes_per_sequence / row["act1"] - 1),

@@ -1,7 +1,11 @@
 """Two runs become one Pass; no torch."""
 
 import gc
+from collections.abc import Callable
 
+import pytest
+
+from autotune.predict import op_counters
 from autotune.predict.op_counters import Counters, add_counter_hooks, joined_passes
 from autotune.predict.trace_data import BACKWARD, FORWARD
 
@@ -107,9 +111,16 @@ class Linear:
         return given
 
 
-def test_a_frozen_parameter_goes_when_the_gradient_of_its_input_is_made() -> None:
-    counters, made = Counters(), []
-    counters.passed = lambda tensor, done: made.append(done) or tensor
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What is called when a gradient of an input is made."""
+    found: list[Callable[[], None]] = []
+    monkeypatch.setattr(op_counters._Passed, "apply", lambda tensor, done: found.append(done) or tensor)
+    return found
+
+
+def test_a_frozen_parameter_goes_when_the_gradient_of_its_input_is_made(made: list[Callable[[], None]]) -> None:
+    counters = Counters()
     module = Linear(Weight(trained=False))
     add_counter_hooks(module, counters)
     output = module.run(Tensor())
