@@ -37,7 +37,7 @@ from autotune.problem.job import (
     sequence_ranks,
 )
 from autotune.problem.knobs import RequirementInputs, loss_possible, missing_package, not_quantized
-from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
+from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, text_config, workload_spec
 from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
@@ -749,7 +749,7 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length",
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """Return the model's longest sequence in tokens by its configuration, or None if it sets no limit."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     if config.get("model_type") in _RELATIVE:
         return None
     taken = (text.get("pad_token_id") or 0) + 1 if config.get("model_type") in _FROM_PADDING else 0

@@ -12,7 +12,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.predict.step_time import layer_parameters, table_sizes
 from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate, knobs_of
-from autotune.problem.models import ModelSpec, resolve_model, shipped_models
+from autotune.problem.models import ModelSpec, resolve_model, shipped_models, text_config
 from autotune.util.files import shipped_json
 from autotune.util.interpreter import OWN
 
@@ -60,7 +60,7 @@ class Training:
     def size(self, key: str) -> int | None:
         """Return a size in the model's configuration, or None."""
         config = self.model.config if self.model else {}
-        value = (config.get("text_config") or config).get(key)
+        value = text_config(config).get(key)
         return value if isinstance(value, int) else None
 
 

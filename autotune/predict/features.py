@@ -21,6 +21,7 @@ from autotune.problem.candidate import (
     ZERO_DEFAULTS,
     Candidate,
 )
+from autotune.problem.ds_config import value_at
 from autotune.problem.job import ATTENTIONS, LOSSES, Job, parse_lora
 from autotune.problem.knobs import READ as READ
 from autotune.problem.knobs import SUPER_OFFLOAD
@@ -159,14 +160,15 @@ def columns_of(
     width, zero = job.element_bytes, "zero_optimization."
 
     def set_values(key: str) -> list[Any]:
-        own = value_at(job.base_config, key)
+        own = value_at(job.base_config, key.split("."))
         return [raw.get(key, own) for raw in raws]
 
     def flags(key: str, default: bool = False) -> Floats:
         return np.array([float(one if isinstance(one, bool) else default) for one in set_values(key)])
 
     def numbers(knob: str, default: float | None = None) -> Floats:
-        own = alone.get(knob, value_at(job.base_config, knob if "." in knob else zero + knob))
+        path = knob if "." in knob else zero + knob
+        own = alone.get(knob, value_at(job.base_config, path.split(".")))
         default = ZERO_DEFAULTS[knob] if default is None else default
         values = [raw.get(knob, own) for raw in raws]
         return np.array([float(one if isinstance(one, int | float) else default) for one in values])
@@ -248,13 +250,6 @@ def _lora_ranks(raws: list[dict[str, Any]], job: Job) -> Floats:
     loras = [raw.get(LORA) for raw in raws]
     ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
     return np.array([ranks[one] for one in loras])
-
-
-def value_at(config: Any, path: str) -> Any:
-    """Return the value at a dotted path of a DeepSpeed config, or None."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
 
 
 def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:

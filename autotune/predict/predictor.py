@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,7 +131,7 @@ class Predictor:
         self._too_slow: dict[Candidate, float] = {}  # lower bounds of steps in seconds
         self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
         # logarithm of the factor on the estimate
-        self._host = Posterior(np.array([HOST_PRIOR.mean]), np.array([[HOST_PRIOR.sigma**2]]), 0.0)
+        self._host = fit([HOST_PRIOR], None, noise=0.0)
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
         # priors before any measurement on this machine
@@ -254,10 +254,10 @@ class Predictor:
 
     def _fit_time(self, prepared: Prepared, seconds: Floats, bounded: Flags) -> None:
         """Fit the rates to steps of these seconds, which are lower bounds if `bounded` is true, (n,) each."""
-        differences = self._time_residuals(prepared, seconds)
+        measured = np.log(seconds)
 
         def residuals(constants: Floats) -> Floats:
-            off = differences(constants)
+            off = self._log_step(prepared, constants) - measured
             return np.asarray(np.where(bounded, np.minimum(off, 0.0), off))
 
         self._time = fit(self._time_priors, residuals, noise=self._time_noise)
@@ -268,11 +268,6 @@ class Predictor:
         self._time_near = Neighbours.of(
             prepared.features[told][_LATEST], slower[told][_LATEST], self._time.noise, REPEAT_TIME
         )
-
-    def _time_residuals(self, prepared: Prepared, seconds: Sequence[float] | Floats) -> Callable[[Floats], Floats]:
-        """Return a function of the constants: logarithms of predicted steps less those of measured ones."""
-        measured = np.log(seconds)
-        return lambda constants: self._log_step(prepared, constants) - measured
 
     def constants(self) -> dict[str, float]:
         """Return the calibrated constants: overhead in GiB, factors on full rates."""

@@ -31,6 +31,7 @@ from autotune.problem.models import (
     attention_heads,
     declared_image_size,
     has_expert_modules,
+    text_config,
 )
 from autotune.util.units import GIB, MIB
 
@@ -308,7 +309,7 @@ def _newton_schulz_flops(job: Job) -> float:
 
     Source: deepspeed 0.19.8, zero/muon/original_muon.py, `zeropower_via_newtonschulz5`. Its Gram iteration takes fewer.
     """
-    text = job.model.config.get("text_config") or job.model.config
+    text = text_config(job.model.config)
     return 5 * 3 * 2.0 * (_first(text, _HIDDEN) or 0)
 
 
@@ -454,7 +455,7 @@ def _first(config: Config, names: tuple[str, ...]) -> int | None:
 
 def dense_shape(config: Config) -> tuple[int, int, int] | None:
     """Return (layers, attention width = heads x head size, vocabulary) of a decoder or encoder; None if the keys are unknown."""
-    text: Config = config.get("text_config") or config
+    text = text_config(config)
     layers, hidden, heads = _first(text, _LAYERS), _first(text, _HIDDEN), _first(text, _HEADS)
     vocabulary = text.get("vocab_size")
     if layers is None or hidden is None or heads is None or not isinstance(vocabulary, int):
@@ -475,7 +476,7 @@ def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
         config: the model's configuration. Without a number of blocks the whole model is one.
         elements: parameters of the model.
     """
-    text: Config = config.get("text_config") or config
+    text = text_config(config)
     one = _first(text, _LAYERS[:4])
     blocks = sum(int(text[name]) for name in ("encoder_layers", "decoder_layers") if text.get(name))
     if not blocks and one is not None:
@@ -499,14 +500,14 @@ def table_sizes(config: Config, task: str = CAUSAL) -> list[int]:
 
     A configuration without `tie_word_embeddings` has the default of transformers' base class, a tied head.
     """
-    text: Config = config.get("text_config") or config
+    text = text_config(config)
     own_head = task in _OVER_VOCABULARY and not text.get("tie_word_embeddings", True)
     return [int(text.get("vocab_size") or 0) * (_first(text, _HIDDEN) or 0)] * (1 + own_head)
 
 
 def layer_parameters(config: Config, task: str = CAUSAL) -> int | None:
     """Return the parameters of all layers, every expert included; None for an unknown shape."""
-    text: Config = config.get("text_config") or config
+    text = text_config(config)
     found = matmul_parameters({**text, "num_experts_per_tok": _first(text, _EXPERTS)}, task)
     return None if found is None else found - table_sizes(config)[0] * (task in _OVER_VOCABULARY)
 
@@ -516,7 +517,7 @@ def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
 
     Only the experts that a token uses count, and the head only if it is as wide as the vocabulary.
     """
-    text = config.get("text_config") or config
+    text = text_config(config)
     shape = dense_shape(config)
     hidden = _first(text, _HIDDEN)
     if shape is None or hidden is None:

@@ -18,7 +18,7 @@ from autotune.predict.calibration import UNTRACED
 from autotune.predict.step_time import dense_shape, layer_parameters, matmul_parameters, table_sizes
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job, ScriptProfile
-from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES
+from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, text_config
 from autotune.util.bounds import bounded_bytes
 from autotune.util.files import cache_root, shipped_json
 
@@ -188,7 +188,7 @@ def _of_the_loss(job: Job) -> tuple[float, bool]:
 
 def loss_bytes(job: Job) -> float:
     """Return the bytes of logits and loss of one sequence of a causal model; 0 for other tasks and unknown vocabularies."""
-    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    text = text_config(job.model.config)
     vocabulary = text.get("vocab_size")
     if job.task != CAUSAL or not isinstance(vocabulary, int):
         return 0.0
@@ -207,7 +207,7 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     """
     counted = sizes is not None
     note = untraced_note(why, counted)
-    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    text = text_config(job.model.config)
     dense = _dense(job)
     if dense is None:
         if sizes is None or not sizes[0]:
@@ -270,7 +270,7 @@ def follows_from_shape(job: Job) -> bool:
 
 def _dense(job: Job) -> tuple[int, int, int, int, int] | None:
     """Return (layers, attention width, vocabulary, hidden size, matmul parameters) of a dense decoder; None for others."""
-    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    text = text_config(job.model.config)
     hidden = text.get("hidden_size", text.get("n_embd"))
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     if shape is None or products is None or not isinstance(hidden, int) or job.task in (SEQ2SEQ, IMAGE_TEXT):

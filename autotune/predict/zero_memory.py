@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.features import Columns, Flags, Floats, value_at
+from autotune.predict.features import Columns, Flags, Floats
 from autotune.predict.trace_data import FORWARD, Pass, Trace
-from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
-from autotune.problem.ds_config import in_new_names
+from autotune.problem.candidate import GATHER_ON_SAVE, Candidate, put
+from autotune.problem.ds_config import in_new_names, value_at
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
 from autotune.problem.job import Job, weights_bytes
-from autotune.problem.models import attention_heads
+from autotune.problem.models import attention_heads, text_config
 from autotune.util.units import MIB
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
@@ -564,7 +564,7 @@ def muon_sizes(job: Job, trace: Trace) -> list[int]:
 
 def _inner_matrices(job: Job, sizes: list[int]) -> list[int]:
     """Select the sizes of matrices between embedding and head."""
-    text = job.model.config.get("text_config") or job.model.config
+    text = text_config(job.model.config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
     ends = int(text.get("vocab_size", 0)) * hidden
     return [size for size in sizes if size > 16 * hidden and size != ends]
@@ -637,7 +637,7 @@ def saved_bytes(job: Job, trace: Trace, c: Columns) -> Floats:
     Stage 3 gathers all weights there before it writes, frozen ones too (engine.py, `_zero3_consolidated_16bit_state_dict`).
     The user's own config can turn gathering off.
     """
-    gathers = value_at(in_new_names(job.base_config), f"zero_optimization.{GATHER_ON_SAVE}") is not False
+    gathers = value_at(in_new_names(job.base_config), ("zero_optimization", GATHER_ON_SAVE)) is not False
     whole = weights_bytes(sum(trace.parameters) + trace.frozen, job.element_bytes)
     return np.where((c.stage == 3) & gathers, whole, 0.0)
 
@@ -811,10 +811,10 @@ def unread_keys(config: dict[str, Any]) -> list[str]:
     for section in ("", ".offload_optimizer", ".offload_param"):
         path = f"zero_optimization{section}"
         read = _MODELLED_OFFLOAD_KEYS if section else _MODELLED_KEYS
-        entry = value_at(config, path)
+        entry = value_at(config, path.split("."))
         if isinstance(entry, dict):
             found += [f"{path}.{key}" for key, value in entry.items() if key not in read and _is_set(value)]
-    return found + [name for name in _SECTIONS if _is_set(value_at(config, name))]
+    return found + [name for name in _SECTIONS if _is_set(value_at(config, name.split(".")))]
 
 
 def unread_knobs(candidate: Candidate) -> list[str]:
@@ -822,12 +822,8 @@ def unread_knobs(candidate: Candidate) -> list[str]:
     config: dict[str, Any] = {}
     for name, value in candidate.knobs:
         if "." in name:
-            *parents, leaf = name.split(".")
-            place = config
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[leaf] = value
-    return unread_keys(config) if config else []
+            put(config, name, value)
+    return unread_keys(config)
 
 
 def _is_set(value: Any) -> bool:

@@ -185,7 +185,7 @@ class Candidate:
         for name, value in self.passed_knobs(job.script):
             path = KNOBS[name].path if name in KNOBS else name
             if path is not None:
-                _put(config, path, value)
+                put(config, path, value)
         _tidy_zero(config, self)
         if self.stage == 3:  # otherwise Trainer saves no model, and accelerate raises, at the end of the training
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
@@ -266,7 +266,8 @@ def settings_of(config: dict[str, Any]) -> dict[str, Value]:
     return found
 
 
-def _put(config: dict[str, Any], path: str, value: Value) -> None:
+def put(config: dict[str, Any], path: str, value: Value) -> None:
+    """Set the value at a dotted path of a config."""
     *parents, leaf = path.split(".")
     for parent in parents:
         if not isinstance(config.get(parent), dict):

@@ -164,12 +164,17 @@ class AttentionHeads:
         return 2 * self.size * max(0, ranks - self.keys)
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the part that reads text; the whole one if it is not divided."""
+    return config.get("text_config") or config
+
+
 def attention_heads(config: dict[str, Any]) -> AttentionHeads | None:
     """Return the heads of a model's attention layers; None if the configuration lacks them, or some layers are recurrent.
 
     accelerate refuses to split sequences of recurrent layers (1.15, big_modeling.py).
     """
-    text: dict[str, Any] = config.get("text_config") or config
+    text = text_config(config)
     if any("linear_attention" in str(kind) for kind in text.get("layer_types") or ()):
         return None
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
@@ -328,5 +333,5 @@ def has_expert_modules(config: dict[str, Any], transformers: str | None) -> bool
 
     Since 5.0 one parameter holds all experts of a layer. False if the version is unknown.
     """
-    experts = any("expert" in key for key in config.get("text_config") or config)
+    experts = any("expert" in key for key in text_config(config))
     return experts and transformers is not None and release(transformers) < _EXPERTS_AT_ONCE
