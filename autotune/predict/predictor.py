@@ -152,19 +152,6 @@ class Predictor:
             self._host_seen[candidate] = outcome
         self._stale = True
 
-    def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
-        """Adopt the posteriors of predictors for other jobs on similar machines. `observe` would start from the priors.
-
-        The weight of their residuals depends on the similarity of the jobs (`predictor.job_features`).
-        """
-        self._stale = False
-        if memory is not None:
-            memory.calibrate()
-            self._memory, self._memory_near = memory._memory, memory._memory_near
-        if time is not None:
-            time.calibrate()
-            self._time, self._time_near = time._time, time._time_near
-
     def of_constants(self) -> Predictor:
         """Return a predictor with the calibration so far, which corrects no prediction by measured neighbours."""
         self.calibrate()

@@ -38,18 +38,6 @@ class Pass:
     # position in the model, for `tracer.extrapolate`: before an encoder's end, after it, in its own backward
     section: list[int] = field(default_factory=list)
 
-    @property
-    def act_bytes_per_sequence(self) -> float:
-        """Return the bytes by which one more sequence raises the peak of forward."""
-        return self._forward_peak(2) - self._forward_peak(1)
-
-    def _forward_peak(self, micro_batch: int) -> float:
-        return max(
-            f + p * micro_batch
-            for f, p, at in zip(self.fixed, self.per_sequence, self.phase, strict=True)
-            if at == FORWARD
-        )
-
     def reduced(self) -> Pass:
         """Keep only the entries that can be the peak for some micro-batch and weights.
 

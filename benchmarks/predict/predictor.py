@@ -18,16 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
 import numpy as np
 
+from autotune.predict import tracer
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.predict.trace_data import Trace
-from autotune.predict.tracer import trace_model
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
@@ -42,6 +43,7 @@ from benchmarks.predict.live_error import live_error
 from benchmarks.predict.rows import about, at_least, at_most, judged, percent, spearman
 from benchmarks.predict.throughputs import published
 from benchmarks.search.replay import load_replay_table
+from tests.predict.passes import act_bytes_per_sequence
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -66,44 +68,45 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
         script = str(Path(__file__).parent / "live_tensors.py")
         subprocess.run([sys.executable, script, "--json", str(path)], check=True)
     rows = [row for row in json.loads(path.read_text())["rows"] if row["live"]][: amount.live_rows]
-    own_keys = json.loads((DATA / "live_tensors_keys_cpu.json").read_text())["rows"][: amount.live_rows]
-    adapters = json.loads((DATA / "live_tensors_lora_cpu.json").read_text())["rows"][: amount.live_rows]
-    images = json.loads((DATA / "live_tensors_images_cpu.json").read_text())["rows"][: amount.live_rows]
-    ours, deepspeed, accelerate = [], [], []
+    under_keys, of_adapters, of_images = (recorded_errors(kind, amount) for kind in ("keys", "lora", "images"))
+    ours, on_same, deepspeed, accelerate = [], [], [], []
     for row in rows:
         job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"])
         trace, candidate, real = trace_job(job), Candidate.of(row["candidate"]), max(row["live"].values())
         ours.append(abs(live_error(row)))
         if candidate.stage >= 2:
+            on_same.append(ours[-1])
             deepspeed.append(abs(deepspeed_says(candidate, trace, job) / real - 1))
         accelerate.append(abs(accelerate_says(trace, job) / real - 1))
-    under_keys = [abs(live_error(row)) for row in own_keys]
-    of_adapters = [abs(live_error(row)) for row in adapters]
-    of_images = [abs(live_error(row)) for row in images]
-    on_same = [e for e, row in zip(ours, rows, strict=True) if Candidate.of(row["candidate"]).stage >= 2]
     return [
+        *about(f"real DeepSpeed, {len(rows)} candidates on CPU ranks", *median_and_worst(ours)),
         *about(
-            f"real DeepSpeed, {len(rows)} candidates on CPU ranks",
-            at_most("live bytes at peak, median error", statistics.median(ours), 0.02),
-            at_most("live bytes at peak, worst error", max(ours), 0.08),
+            f"the same under keys of a user's own config, {len(under_keys)} candidates", *median_and_worst(under_keys)
         ),
         *about(
-            f"the same under keys of a user's own config, {len(own_keys)} candidates",
-            at_most("live bytes at peak, median error", statistics.median(under_keys), 0.02),
-            at_most("live bytes at peak, worst error", max(under_keys), 0.08),
+            f"the same of which only adapters are trained, {len(of_adapters)} candidates",
+            *median_and_worst(of_adapters),
         ),
         *about(
-            f"the same of which only adapters are trained, {len(adapters)} candidates",
-            at_most("live bytes at peak, median error", statistics.median(of_adapters), 0.02),
-            at_most("live bytes at peak, worst error", max(of_adapters), 0.08),
-        ),
-        *about(
-            f"the same of a vision-language model, {len(images)} candidates",
+            f"the same of a vision-language model, {len(of_images)} candidates",
             at_most("live bytes at peak, mean error", statistics.fmean(of_images), 0.087),  # arXiv 2512.07853, of LLaVA
         ),
         *older_deepspeed(amount),
         *about(f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows", five_times(deepspeed, on_same)),
         *about(f"accelerate estimate-memory, {len(rows)} rows", five_times(accelerate, ours)),
+    ]
+
+
+def recorded_errors(kind: str, amount: Amount) -> list[float]:
+    """Errors of the rows that were counted of one kind of job."""
+    rows = json.loads((DATA / f"live_tensors_{kind}_cpu.json").read_text())["rows"][: amount.live_rows]
+    return [abs(live_error(row)) for row in rows]
+
+
+def median_and_worst(errors: list[float]) -> list[dict[str, Any]]:
+    return [
+        at_most("live bytes at peak, median error", statistics.median(errors), 0.02),
+        at_most("live bytes at peak, worst error", max(errors), 0.08),
     ]
 
 
@@ -114,11 +117,7 @@ def older_deepspeed(amount: Amount) -> list[dict[str, Any]]:
         counted = json.loads(path.read_text())
         rows = counted["rows"][: amount.live_rows]
         errors = [abs(live_error(row, release(counted["deepspeed"]))) for row in rows]
-        found += about(
-            f"real DeepSpeed {counted['deepspeed']}, {len(rows)} candidates",
-            at_most("live bytes at peak, median error", statistics.median(errors), 0.02),
-            at_most("live bytes at peak, worst error", max(errors), 0.08),
-        )
+        found += about(f"real DeepSpeed {counted['deepspeed']}, {len(rows)} candidates", *median_and_worst(errors))
     return found
 
 
@@ -156,10 +155,11 @@ def traces(amount: Amount) -> list[dict[str, Any]]:
     reference = json.loads((DATA / "activation_traces.json").read_text())
     errors = []
     for name, row in list(reference.items())[: amount.reference_models]:
-        trace = trace_model(Job(resolve_model(name), 1, row["seq"], "bf16"))
+        with patch.object(tracer, "keep_cache"):
+            trace = tracer.trace_model(Job(resolve_model(name), 1, row["seq"], "bf16"))
         errors += [
-            abs(trace.plain.act_bytes_per_sequence / row["act0"] - 1),
-            abs(trace.of(True).act_bytes_per_sequence / row["act1"] - 1),
+            abs(act_bytes_per_sequence(trace.plain) / row["act0"] - 1),
+            abs(act_bytes_per_sequence(trace.of(True)) / row["act1"] - 1),
         ]
     return about(
         f"reference traces, {len(errors)} figures", at_most("act bytes a sequence, worst error", max(errors), 0.01)

@@ -243,10 +243,22 @@ def calibrated(cases: Sequence[Case]) -> list[Scored]:
         memory, time = (learnt(case) if case else None for case in (peak, step))
         for case in own:
             if case is not peak and case is not step:
-                predictor = predictor_of(case)
-                predictor.believe(memory, time)
-                found.append(Scored(case, *figure(case, predictor.predict(case.candidate))))
+                prediction = believing(case, memory, time).predict(case.candidate)
+                found.append(Scored(case, *figure(case, prediction)))
     return found
+
+
+def believing(case: Case, memory: Predictor | None, time: Predictor | None) -> Predictor:
+    """Return a predictor of the case with the posteriors of those of other jobs on similar machines.
+
+    The weight of their residuals depends on the similarity of the jobs (`predictor.job_features`).
+    """
+    predictor = predictor_of(case)
+    if memory is not None:
+        predictor._memory, predictor._memory_near = memory._memory, memory._memory_near
+    if time is not None:
+        predictor._time, predictor._time_near = time._time, time._time_near
+    return predictor
 
 
 def learnt(case: Case) -> Predictor:
@@ -265,6 +277,7 @@ def learnt(case: Case) -> Predictor:
     allocated: dict[str, Any] = {"torch_allocated_bytes": int(case.value)} if case.quantity == "allocated" else {}
     measured = Measurement(step, 0.0, 4, 1.0, 1.0, int(peak), **allocated)
     predictor.observe(case.candidate, Outcome(OutcomeKind.OK, measurement=measured))
+    predictor.calibrate()
     return predictor
 
 

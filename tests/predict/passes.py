@@ -1,4 +1,4 @@
-"""A pass of a model whose figures are round, for arithmetic that is done by hand."""
+"""A pass of a model whose figures are round, for arithmetic that is done by hand, and the growth of a pass's peak."""
 
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass
 
@@ -14,3 +14,13 @@ PASS = Pass(
     moved=((0, 1e9), (0, 2e9)),
     operators=(300, 600),
 )
+
+
+def act_bytes_per_sequence(run: Pass) -> float:
+    """The bytes by which one more sequence raises the peak of forward."""
+
+    def peak(micro_batch: int) -> float:
+        rows = zip(run.fixed, run.per_sequence, run.phase, strict=True)
+        return max(fixed + each * micro_batch for fixed, each, at in rows if at == FORWARD)
+
+    return peak(2) - peak(1)

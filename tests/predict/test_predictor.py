@@ -52,30 +52,6 @@ def errors(replay_table: ReplayTable, predictor: Predictor) -> tuple[float, floa
     return float(np.median(abs(table.peak / peak - 1))), float(np.median(abs(slower - np.median(slower))))
 
 
-def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(replay_table: ReplayTable) -> None:
-    job, candidate = replay_table.job(), make_candidate(micro_batch=4)
-    taught = fresh(replay_table)
-    before = taught.predict(candidate)
-    measured = Measurement(2 * before.step_seconds, 0.0, 4, 1.0, 1.0, int(1.1 * before.peak_bytes))
-    taught.observe(candidate, Outcome(OutcomeKind.OK, measurement=measured))
-
-    def after(seq_len: int, **what: Predictor) -> tuple[float, float]:
-        """How much a predictor of another length changes by believing."""
-        other = dataclasses.replace(job, seq_len=seq_len)
-        one, two = (Predictor(other, replay_table.hardware(), taught.trace) for _ in range(2))
-        two.believe(**what)
-        a, b = one.predict(candidate), two.predict(candidate)
-        return b.peak_bytes / a.peak_bytes - 1, b.step_seconds / a.step_seconds - 1
-
-    same = after(job.seq_len, memory=taught, time=taught)
-    assert same == pytest.approx((0.1, 1.0), rel=0.3)
-    far = after(job.seq_len * 64, memory=taught, time=taught)
-    assert 0 < far[0] <= same[0], "what constants stand for serves every length"
-    assert 0 < far[1] < same[1]
-    assert after(job.seq_len, memory=taught)[1] == 0
-    assert after(job.seq_len, time=taught)[0] == 0
-
-
 def test_one_trial_helps_and_more_help_more(replay_table: ReplayTable) -> None:
     ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
     found = []
