@@ -10,22 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.problem.candidate import (
-    ATTENTION,
-    COMPILED,
-    EXPANDABLE,
-    LIGER,
-    LORA,
-    LOSS,
-    PACKING,
-    ZERO_DEFAULTS,
-    Candidate,
-)
+from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.ds_config import value_at
-from autotune.problem.job import ATTENTIONS, LOSSES, Job, parse_lora
-from autotune.problem.knobs import READ as READ
-from autotune.problem.knobs import SUPER_OFFLOAD
-from autotune.problem.knobs import Release as Release
+from autotune.problem.job import ATTENTIONS, Job, parse_lora
+from autotune.problem.knobs import READ, SUPER_OFFLOAD, Release
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.versions import newer, release
 
@@ -120,7 +108,6 @@ class Columns:
     narrow_gradients: Floats  # ZeRO++: gradients travel in 4 bits
     adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups during backward (SuperOffload)
     liger: Floats  # Liger's kernels replace parts of the model, if its version knows them
-    loss: Floats  # index in LOSSES
     expandable: Floats  # the allocator's segments can grow, and their free blocks merge
 
     def __len__(self) -> int:
@@ -240,7 +227,6 @@ def columns_of(
         narrow_gradients=flags(zero + "zero_quantized_gradients"),
         adam_beside=flags(SUPER_OFFLOAD),
         liger=of_job(LIGER, job.liger),
-        loss=np.array([float(LOSSES.index(raw.get(LOSS, job.loss))) for raw in raws]),
         expandable=expandable,
     )
 
@@ -252,12 +238,20 @@ def _lora_ranks(raws: list[dict[str, Any]], job: Job) -> Floats:
     return np.array([ranks[one] for one in loras])
 
 
-def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:
-    """Return the mean of the longest of `micro_batch` sequences, to which a collator pads.
+def longest_shares(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> tuple[Floats, Floats, Places]:
+    """Return the distribution of the longest of `micro_batch` sequences, which are drawn from (tokens, count).
 
-    They are drawn from (tokens, count).
+    Returns:
+        The lengths in tokens; (sizes, lengths + 1) the probability that the longest is shorter than each length, and 1; and
+        (n,) the row of each candidate's micro-batch.
     """
     tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
     below = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
     sizes, place = np.unique(micro_batch, return_inverse=True)
-    return np.asarray((np.diff(below ** sizes[:, None], axis=1) @ tokens)[place])
+    return tokens, below ** sizes[:, None], place
+
+
+def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:
+    """Return the mean of the longest of `micro_batch` sequences, to which a collator pads."""
+    tokens, below, place = longest_shares(lengths, micro_batch)
+    return np.asarray((np.diff(below, axis=1) @ tokens)[place])

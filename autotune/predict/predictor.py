@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +38,16 @@ from autotune.predict.calibration import (
     time_priors,
 )
 from autotune.predict.calibration import PRIOR as HOST_PRIOR
-from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
+from autotune.predict.features import (
+    Columns,
+    Flags,
+    Floats,
+    Places,
+    columns_of,
+    installed_deepspeed,
+    longest_shares,
+    unknown_newer,
+)
 from autotune.predict.step_time import (
     LARGEST_OF_LOSS,
     StepSeconds,
@@ -79,7 +88,6 @@ __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Tabl
 # Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
 _LATEST = slice(-128, None)
 _MOST_OBSERVATIONS = 512  # latest ones; the constants are known by then
-_CACHED = 1024  # candidates whose arrays for all constants fit a processor's cache
 
 
 class Tracer(Protocol):
@@ -286,18 +294,6 @@ class Predictor:
         parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
         return Prepared.joined(parts, list(ways.values()))
 
-    def share_a_trace(self, candidates: Iterable[Candidate]) -> bool:
-        """Return True if the model is made in one way for all candidates."""
-        return len({_way(self.job, candidate) for candidate in candidates}) == 1
-
-    def prepare_like(self, candidate: Candidate, like: Prepared) -> Prepared:
-        """Prepare the candidates of `like`, of the same job on another machine of this device.
-
-        Args:
-            candidate: one of them; they share its trace.
-        """
-        return like.on(self.job, self.hardware, self._trace(_way(self.job, candidate), candidate))
-
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
         return Prepared.of(self.job, self.hardware, trace, candidates, guessed=guessed)
@@ -418,7 +414,7 @@ class Predictor:
             self._spent(prepared, self._time.mean),
         )
         return [
-            breakdowns.of(candidate, i, self._traces[_way(self.job, candidate)].exact)
+            breakdowns.of(candidate, i, self._trace(_way(self.job, candidate), candidate).exact)
             for i, candidate in enumerate(candidates)
         ]
 
@@ -434,10 +430,9 @@ class Predictor:
     def _log_spent(self, p: Prepared, constants: Floats) -> Floats:
         """Return (m, n) logarithms of a step's seconds without quirks, at constants (m, constants).
 
-        For many candidates the constants vary in turn, so that the arrays stay in the processor's cache.
+        The constants vary in turn, so that the arrays of many candidates stay in the processor's cache.
         """
-        parts = [constants] if len(p.columns) <= _CACHED else constants
-        return np.vstack([np.log(self._spent(p, k).step) for k in parts])
+        return np.vstack([np.log(self._spent(p, k).step) for k in constants])
 
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
@@ -649,6 +644,7 @@ class Prepared:
     doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
     uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
     loss: Floats  # (n,) bytes of logits and loss while both exist; 0 if the loss is computed in chunks
+    trace: Trace | None = None  # of all candidates; None if they differ
 
     @classmethod
     def of(
@@ -664,11 +660,16 @@ class Prepared:
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
         work = step_work(job, hardware, trace, c, loss)
-        return cls(c, b, work, quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
+        return cls(c, b, work, quirks_of(c, hardware.nodes), features, doubt, uneven, loss, trace)
 
-    def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
-        """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
-        c = self.columns
+    def on(self, job: Job, hardware: Hardware) -> Prepared | None:
+        """Return the same candidates of the same job on another machine of the same device: no size depends on it.
+
+        None if they have different traces.
+        """
+        c, trace = self.columns, self.trace
+        if trace is None:
+            return None
         return dataclasses.replace(
             self,
             work=step_work(job, hardware, trace, c, self.loss),
@@ -706,6 +707,7 @@ class Prepared:
             MemoryEstimate(self.memory.moments, terms),
             StepWork(**{name: value[chosen] for name, value in vars(self.work).items()}),
             **{name: getattr(self, name)[chosen] for name in _PER_CANDIDATE},
+            trace=self.trace,
         )
 
 
@@ -742,7 +744,7 @@ def doubt_of(
     return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
 
 
-def quirks_of(c: Columns, nodes: int = 1) -> Floats:
+def quirks_of(c: Columns, nodes: int) -> Floats:
     """Return (n, quirks): the extent to which each of `calibration.QUIRKS` applies to each candidate, in their order."""
     zero = c.stage > 0
     columns = {
@@ -851,9 +853,7 @@ def kept_records(
     Args:
         lengths: (tokens, count).
     """
-    tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
-    sizes, place = np.unique(micro_batch, return_inverse=True)
-    up_to = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()]) ** sizes[:, None]
+    tokens, up_to, place = longest_shares(lengths, micro_batch)
     shorter, at_least = up_to[:, :-1], np.maximum(1 - up_to[:, :-1], 1e-12)
     record = np.minimum(1.0, np.diff(up_to, axis=1) / at_least) * (1 - shorter**batches)
     share = tokens / tokens[-1]

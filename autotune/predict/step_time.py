@@ -250,7 +250,8 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
     # Buckets are all-reduced; with that turned off, each part is reduced to its rank.
     if muon_sizes(job, trace):  # stage 3 all-reduces, too: `reduce_scatter` is off
         reduced = reduced * np.where(three, 2.0, 1.0)
-    to_its_rank = np.where((one | two) & (c.multi_rank == 0), 1.0, 2.0)
+    by_rank = (one | two) & (c.multi_rank == 0)
+    to_its_rank = np.where(by_rank, 1.0, 2.0)
     carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
     whole = persistent(trace, c)  # gathered after a step, and kept
     again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(trace, c)))
@@ -258,17 +259,16 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
     size = c.secondary
     nearer = np.where(size > 1, (size - 1) / np.maximum(size, 1.0) / rates.node_link, others)
     fetched = carried * (others * (held - whole) + nearer * again)
-    zero = np.zeros(len(c))
     buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
-    buckets = buckets + np.where((one | two) & (c.multi_rank == 0), ranks, 0.0)
+    buckets = buckets + np.where(by_rank, ranks, 0.0)
     gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
     gathers = gathers + np.where(one | two, total / ranks / np.maximum(1.0, c.allgather_bucket), 0.0)
     groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
     return {
-        "gather_micro": np.where(three, fetched, zero),
-        "gather_step": np.select([one | two, three], [once + zero, others * width * whole], 0.0),
+        "gather_micro": np.where(three, fetched, 0.0),
+        "gather_step": np.select([one | two, three], [once, others * width * whole], 0.0),
         "reduce_micro": np.select([two, three], [to_its_rank * reduced, reduced], 0.0),
-        "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, zero),
+        "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, 0.0),
         "collectives": ((buckets + gathers) * (ranks > 1) + groups) * BUCKET_SECONDS,
     }
 

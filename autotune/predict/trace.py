@@ -39,14 +39,6 @@ from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
-# Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
-# place, as fused cross-entropy kernels do. `chunked`: chunk by chunk, as kernels do that include the head and never
-# hold all logits. `shifted*`: from a shifted copy of the logits, as model code did
-# before 2025: in 32 bits, in 16, or in 16 with a cast by cross entropy itself, as under autocast (torch's list of
-# operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until backward
-# is done. Hand-written loops do that; transformers' Trainer does not.
-LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifted-cast")
-
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
 _OWN_SHARE = 0.5  # share of a core, below which a trace that does not come tells of the machine and not of the model
 
@@ -91,7 +83,7 @@ def trace_job(
     versions are not tried again for the same time limit. If the machine was busy, the next call tries again.
 
     Args:
-        loss: one of LOSSES.
+        loss: one of the ways in `tracer.loss_of`.
         device: device whose kernels are counted; `cpu` has no fused attention with dropout.
         timeout_seconds: limit after the imports.
         cancelled: polled while the process runs; if True, the estimate is returned at once.

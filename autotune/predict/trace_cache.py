@@ -48,16 +48,21 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
         "precision": job.precision,
         "versions": versions or _versions_of_runner(job),
         "version": VERSION,
-        **({"loss": loss} if loss != "own" else {}),
-        **({"device": device} if device != "cuda" else {}),
-        **({"lora": job.lora.to_json(), "inputs": _OF_LORA} if job.lora else {}),
-        **({"plain": True} if job.lora and job.lora.fp32 and job.plain else {}),
-        **({"autocast": job.autocast} if job.autocast else {}),
-        **({"attention": job.attention} if job.attention else {}),
-        **({"task": job.task} if job.task != CAUSAL else {}),
-        **({"image_size": job.image_size} if job.image_size else {}),
-        **({"computed": f"{job.loss} {_OF_CHUNKS}" if job.loss == CHUNKED else job.loss} if job.loss != FULL else {}),
     }
+    omitted = {"loss": "own", "device": "cuda", "task": CAUSAL}  # settings that early traces were made with
+    options = {
+        "loss": loss,
+        "device": device,
+        "lora": job.lora and job.lora.to_json(),
+        "inputs": job.lora and _OF_LORA,
+        "plain": job.lora and job.lora.fp32 and job.plain,
+        "autocast": job.autocast,
+        "attention": job.attention,
+        "task": job.task,
+        "image_size": job.image_size,
+        "computed": {FULL: None, CHUNKED: f"{CHUNKED} {_OF_CHUNKS}"}.get(job.loss, job.loss),
+    }
+    parts |= {name: value for name, value in options.items() if value and value != omitted.get(name)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -79,7 +79,7 @@ def trace_model(
     """Trace the job's model.
 
     Args:
-        loss: one of `trace.LOSSES`.
+        loss: one of the ways in `loss_of`.
         device: device whose kernels are counted: `cpu` has no fused attention with dropout.
         on_sizes: called with the parameters' sizes as soon as they are known, in the format of an answer's `sizes`.
         workers: with 2, forked children trace with and without checkpointing at the same time.
@@ -349,7 +349,7 @@ def main() -> None:
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 #
-# Losses of a traced model, one for each of `trace.LOSSES`.
+# Losses of a traced model.
 
 
 def autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
@@ -360,7 +360,17 @@ def autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
 
 
 def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, live: LiveTensors) -> Any:
-    """Return the scalar on which backward starts, for one micro-batch. `batches` come from the user's own workload."""
+    """Return the scalar on which backward starts, for one micro-batch.
+
+    Args:
+        batches: of the user's own workload.
+        loss: how a decoder's loss is computed. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
+            place, as fused cross-entropy kernels do. `chunked`: chunk by chunk, as kernels do that include the head and never
+            hold all logits. `shifted*`: from a shifted copy of the logits, as model code did before 2025: in 32 bits, in 16, or
+            in 16 with a cast by cross entropy itself, as under autocast (torch's list of operators that autocast to float32).
+            `held32` is `shifted32` in a loop that holds the model's outputs until backward is done. Hand-written loops do that;
+            transformers' Trainer does not.
+    """
     if batches is not None:
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
     batch = _counted_batch(job, model.config, micro_batch, live)

@@ -41,7 +41,6 @@ class OtherHardware:
     ) -> None:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
-        self._one_trace = predictor.share_a_trace([Candidate(family) for family in self.families])
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
         self._prepared: list[tuple[Job, str, Prepared]] = []  # sizes of a job's candidates, by job and device
 
@@ -97,9 +96,8 @@ class OtherHardware:
         )
         known = (one for other, device, one in self._prepared if device == hardware.device and other == job)
         like = next(known, None)
-        if like is not None and self._one_trace:
-            prepared = predictor.prepare_like(candidates[0], like)
-        else:
+        prepared = like and like.on(job, hardware)
+        if prepared is None:
             prepared = predictor.prepare(candidates)
             self._prepared.append((job, hardware.device, prepared))
         return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))

@@ -171,6 +171,15 @@ class Sizes:
         """Return the bytes of a gradient's norm in 64 bits, which is computed parameter by parameter (get_grad_norm_direct)."""
         return 8.0 * min(self.largest, self.part)
 
+    def sets(self, c: Columns) -> Floats:
+        """Return (n,) the share of the parameters on a rank at stage 3. hpZ keeps a second set in each node."""
+        return 1 / self.ranks + np.where(c.secondary > 1, 1 / c.secondary, 0.0)
+
+    @property
+    def one_by_one(self) -> float:
+        """Return the bytes of intermediates of an optimizer that steps its part parameter by parameter."""
+        return self.optimizer.one_by_one_bytes * min(self.largest, self.part)
+
     def states(self, c: Columns, momentum: Floats | float = 4.0) -> Floats:
         """Return (n,) bytes per element of the optimizer's states. Muon's have the width `momentum`; its Adam steps the rest."""
         follows = self.optimizer.follows_weights & (self.plain | (c.stage > 0))
@@ -281,10 +290,10 @@ def _stage_0(s: Sizes, c: Columns, at: Moments) -> Terms:
     # torch's DistributedDataParallel copies gradients into its buckets (gradient_as_bucket_view is off by default).
     copies_all = (s.plain or s.torch_alone) and s.ranks > 1
     return {
-        WEIGHTS: s.whole + s.frozen_width * s.frozen + 0 * c.stage,
-        GRADIENTS: s.whole * copies_all + 0 * c.stage,
+        WEIGHTS: s.whole + s.frozen_width * s.frozen,
+        GRADIENTS: s.whole * copies_all,
         # 32-bit parameters are their own masters.
-        MASTERS: s.trained * (c.master if s.plain else 4.0 * (s.width < 4) + 0 * c.stage),
+        MASTERS: s.trained * (c.master if s.plain else 4.0 * (s.width < 4)),
         STATES: s.trained * s.states(c),
         GATHERED: s.dequantized * at.at("forward", "backward"),
         COPIES: np.maximum(accumulates(c) * s.whole * ~at.at("init"), s.width * at.made)
@@ -297,7 +306,7 @@ def _bf16_optimizer(s: Sizes, c: Columns, at: Moments) -> Terms:
     """Return the terms of stage 1 in bf16 with gradients summed in 32 bits (DeepSpeed's BF16_Optimizer)."""
     kept = np.where(c.immediate > 0, 0.0, s.whole)
     gradients = np.where(c.immediate > 0, np.minimum(at.made * s.width, s.width * s.largest), at.made * s.width)
-    step = kept + s.temporary * s.part + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    step = kept + s.temporary * s.part + s.one_by_one
     # The flat tensor is reduced directly, in the dtype that is sent.
     sent = np.where(c.communicated != c.accumulated, c.communicated * s.trained, 0.0)
     return {
@@ -311,7 +320,6 @@ def _bf16_optimizer(s: Sizes, c: Columns, at: Moments) -> Terms:
             step,
             np.maximum(accumulates(c) * kept * ~at.ended * ~at.at("init"), gradients + at.ended * sent),
         ),
-        HOST: 0 * c.stage,
     }
 
 
@@ -351,13 +359,13 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
     flattened = np.where(flat_sum, own, 2 * s.width) + cast
     step = np.maximum(flattened, c.master + s.temporary) * s.part
     step = ~out * (across + np.maximum(own * s.part + s.norm, step))
-    step = step + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    step = step + s.one_by_one
     # Muon gathers offloaded gradients and momenta in 32 bits. Otherwise the end of backward replaces gradients by updates.
     gathered = 2 * 4.0 * min(s.muon_share * s.trained, max(s.muon_largest, _MUON_BATCH))
     step = np.maximum(step, out * (gathered + _NEWTON_SCHULZ_BYTES * s.muon_largest))
     gradients = gradients + at.ended * ~out * s.muon_share * made * s.part
     return {
-        WEIGHTS: s.whole + s.frozen_width * s.frozen + 0 * c.stage,
+        WEIGHTS: s.whole + s.frozen_width * s.frozen,
         GRADIENTS: out * s.width * s.largest,  # staged on their way to the host
         MASTERS: ~out * c.master * s.part,
         STATES: ~out * (s.states(c, 2 * made) * s.part + s.optimizer.stray_share * s.whole),
@@ -373,8 +381,6 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     out = c.offload_optimizer > 0
     stays = np.where(out, 1 - c.offload_ratio, 1.0)  # Twin-Flow's share of the states on the device
     several = s.ranks > 1
-    # hpZ keeps a second set of parameters in each node.
-    sets = 1 / s.ranks + np.where(c.secondary > 1, 1 / c.secondary, 0.0)
     gradients = np.where(out, stays * c.master, c.accumulated) * s.part
     standing = reduce_bucket_bytes(c, c.communicated)
     waiting = np.minimum(at.made, c.reduce_bucket)
@@ -385,7 +391,7 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     group = sub_groups(c, s)
     cast, stepping = np.where(c.accumulated != c.master, c.master, 0.0), ~out & (c.master > 0)
     step = np.maximum(np.maximum(c.accumulated + cast, c.master + s.temporary) * group, 8.0 * s.largest / s.ranks)
-    step = ~out * step + s.optimizer.one_by_one_bytes * min(s.largest, s.part)
+    step = ~out * step + s.one_by_one
     # Muon gathers gradients and momenta: those of a sub-group together if they are offloaded, else of a bucket in turn.
     whole, at_once = s.muon_share * s.trained, np.maximum(c.reduce_bucket, s.muon_largest)
     muon = 2 * np.where(
@@ -397,7 +403,7 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     passes = at.at("forward", "backward")
     turn = gathered_bytes(s.trace, c, s.frozen_width, s.ranks)
     always = s.frozen_width * persistent(s.trace, c)
-    weights = sets * (s.whole + s.frozen_width * s.frozen)
+    weights = s.sets(c) * (s.whole + s.frozen_width * s.frozen)
     # Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
     # together (stage3.py, _create_fp16_partitions_with_defragmentation).
     holes = HOLES * s.frozen_width * s.frozen / s.ranks * (several and not s.plain)
@@ -430,9 +436,8 @@ def _fsdp(s: Sizes, c: Columns, at: Moments) -> Terms:
     waiting = np.where(at.at("step"), 0.0, c.reduce_bucket)
     reduced = shard * np.maximum(0.0, at.made - waiting) / s.ranks * ~out * ~accumulates(c)
     copies = np.where(at.at("step"), s.temporary * s.part * ~out, terms[COPIES]) + reduced
-    copies = copies + at.at("step") * s.optimizer.one_by_one_bytes * min(s.largest, s.part)
-    sets = 1 / s.ranks + np.where(c.secondary > 1, 1 / c.secondary, 0.0)
-    weights = sets * (shard * s.trained + s.frozen_shard * s.frozen)
+    copies = copies + at.at("step") * s.one_by_one
+    weights = s.sets(c) * (shard * s.trained + s.frozen_shard * s.frozen)
     return terms | {
         WEIGHTS: np.where(c.offload_param > 0, 0.0, weights),
         GRADIENTS: ~out * accumulates(c) * shard * s.part,

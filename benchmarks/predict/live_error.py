@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.predict.features import READ, Release, columns_of
+from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import FULL, Job, parse_lora
+from autotune.problem.knobs import READ, Release
 from autotune.problem.models import CAUSAL, resolve_model
 
 

@@ -69,7 +69,7 @@ class Case:
     job: Job
     hardware: Hardware
     candidate: Candidate
-    loss: str  # of `predict.trace.LOSSES`
+    loss: str  # of `predict.tracer.loss_of`
     quantity: str  # allocated, reserved, nvml, weights: bytes of one GPU; step: seconds; decision: 1 ran, 0 did not
     value: float
     held_out: bool = False  # never looked at while constants were chosen

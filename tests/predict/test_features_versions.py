@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from autotune.predict import predictor as predicting
-from autotune.predict.features import READ, Release, columns_of
+from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.hardware import named_hardware
+from autotune.problem.knobs import READ, Release
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 

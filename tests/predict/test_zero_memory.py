@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.predict.features import READ, Release, columns_of
+from autotune.predict.features import columns_of
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.predict.zero_memory import (
     MemoryEstimate,
@@ -25,6 +25,7 @@ from autotune.predict.zero_memory import (
 )
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Lora, Script, ScriptProfile
+from autotune.problem.knobs import READ, Release
 from autotune.problem.models import resolve_model
 from autotune.versions import release
 from tests.conftest import make_candidate, make_job

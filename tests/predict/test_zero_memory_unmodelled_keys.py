@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from autotune.predict import zero_memory
-from autotune.predict.features import PINS_BY_DEFAULT, READ, installed_deepspeed
+from autotune.predict.features import PINS_BY_DEFAULT, installed_deepspeed
 from autotune.predict.trace import traced_predictor
 from autotune.predict.zero_memory import unread_keys, unread_knobs
 from autotune.problem.candidate import ZERO_DEFAULTS
 from autotune.problem.hardware import named_hardware
+from autotune.problem.knobs import READ
 from tests.conftest import make_candidate, make_job
 
 ZERO = "zero_optimization."

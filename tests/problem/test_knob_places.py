@@ -15,7 +15,7 @@ import pytest
 from autotune.predict.features import columns_of
 from autotune.predict.zero_memory import unread_knobs
 from autotune.problem import knobs as table
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import TRACED_KNOBS, Candidate
 from autotune.problem.job import Lora
 from autotune.problem.knobs import (
     ACCUMULATION,
@@ -97,7 +97,8 @@ def shipped_knobs() -> frozenset[str]:
 def _is_predicted(a: Candidate, b: Candidate) -> bool:
     job = make_job(precision="bf16", lengths=((8, 8), (32, 32)))
     columns = astuple(columns_of([a, b], job))
-    return any(not np.array_equal(column[:1], column[1:]) for column in columns)
+    traced = any(a.get(name) != b.get(name) for name in TRACED_KNOBS)
+    return traced or any(not np.array_equal(column[:1], column[1:]) for column in columns)
 
 
 def _is_unread(a: Candidate, b: Candidate) -> bool:

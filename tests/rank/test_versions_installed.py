@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.predict.features import READ, installed_deepspeed
+from autotune.predict.features import installed_deepspeed
 from autotune.problem.job import Job
+from autotune.problem.knobs import READ
 from autotune.problem.models import default_task, resolve_model, shipped_models
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 
