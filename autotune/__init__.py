@@ -124,7 +124,7 @@ def export_study(
     study: str | PurePath,
     *,
     style: str = "deepspeed",
-    out: str | Path | None = None,
+    out: str | PurePath | None = None,
     trial: int | None = None,
     storage: str | None = None,
 ) -> list[Path]:
@@ -140,11 +140,7 @@ def export_study(
     Raises:
         autotune.errors.BadArgument: no such study, trial or style, or a file that cannot be written.
     """
-    from autotune.commands.request import python_errors
-    from autotune.results.export import export_study as export
-
-    with python_errors():
-        return export(str(study), storage, style, Path(out) if out is not None else None, trial)
+    return open_study(study, storage).export(style, out=out, trial=trial)
 
 
 def launch(

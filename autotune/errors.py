@@ -29,9 +29,12 @@ class ExitCode(IntEnum):
     DONE = 0, "The command has done its work: there is a winner, a plan that fits, a file."
     FINDINGS = 1, "`doctor` found something that prevents tuning; or autotune itself failed, with a traceback."
     BAD_INPUT = 2, "The input is wrong. One line says what is wrong and what to do."
-    NOTHING_FITS = 3, "There is no winner. The last lines say what came closest, and what would fit."
+    NOTHING_FITS = 3, "Nothing fits in memory. The last lines say what came closest, and what would fit."
     MACHINE = 4, "The machine fails, whatever the config: a driver, a network, a full disk, a lost database."
-    NO_TRIAL = 5, "No trial ran: the budget ended during start-up. The last line names a larger budget."
+    NO_WINNER = (
+        5,
+        "There is no winner for another reason: start-up used the budget, or trials failed. The last lines say why.",
+    )
     INTERRUPTED = 130, "Ctrl-C or SIGTERM. Measurements are kept, and the same command continues."
 
 
@@ -112,10 +115,10 @@ class NothingFits(DisplayedError):
         self.summary = summary
 
 
-class NoTrialRan(NothingFits):
-    """Search whose budget ended before the first trial."""
+class NoWinner(NothingFits):
+    """Search without a winner for another reason than memory, such as a budget that ended before the first trial."""
 
-    exit_code = ExitCode.NO_TRIAL
+    exit_code = ExitCode.NO_WINNER
 
 
 class MachineError(DisplayedError):

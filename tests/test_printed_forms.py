@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -149,22 +150,26 @@ Trainer(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)), args, train_data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["deepspeed", "accelerate"])
+@pytest.mark.parametrize("style", ["deepspeed", "accelerate", "fsdp", "sbatch"])
 def test_an_export_of_a_named_model_trains_in_a_trainer_script_as_printed(style: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BY_FLAGS)
     job = make_job(2)
     winner, hardware = SimpleNamespace(candidate=WINNER), SimpleNamespace(device="cpu", nodes=1)
     store: Any = SimpleNamespace(job=job, hardware=hardware, winner=winner)
-    files = write_export(WINNER, job, tmp_path / "w", {"your_training_must": []}, style=style, device="cpu")
+    meta = {"your_training_must": [], "study": "s", "environment": {}}
+    files = write_export(WINNER, job, tmp_path / "w", meta, style=style, device="cpu")
     printed = usage_lines(style, files, store, None)[-1].rpartition(": ")[2]
     own = ["train.py", "--output_dir", "out", "--max_steps", "2", "--report_to", "none"]
     words = shlex.split(printed.replace("YOUR_SCRIPT.py ITS_ARGUMENTS", shlex.join(own)))
     if style == "deepspeed":  # its launcher starts ranks on GPUs only
         words = ["torchrun", "--master-port", str(free_port()), "--nproc-per-node", "2", *words[1:]]
-    else:
+    elif style != "sbatch":
         words[2:2] = ["--main_process_port", str(free_port())]
-    words[0] = str(Path(sys.executable).with_name(words[0]))
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')  # Slurm with one node
+    (tmp_path / "srun").chmod(0o755)
+    path = f"PATH={tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words[0] = words[0].replace("sbatch", "bash")
+    done = subprocess.run(["env", path, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

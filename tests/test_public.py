@@ -124,7 +124,8 @@ def test_a_study_shows_itself_in_python(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(study, autotune.Study)
     assert study.best == stored.winner
     assert len(study.trials) == len(stored.records())
-    assert repr(study) == f"<Study 's': {len(study.trials)} trials, best z0 mb1 ga1 at 8 samples/s, verified>"
+    assert repr(study) == f"<Study 's': {len(study.trials)} trials, best: {study.best}>"
+    assert str(study.best) == "trial 10 (verify): z0 mb1 ga1 at 8 samples/s"
     page = study._repr_html_()
     assert page.startswith("<iframe ")
     assert html.unescape(page.partition('srcdoc="')[2]).startswith("<!doctype html>")

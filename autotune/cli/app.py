@@ -31,7 +31,7 @@ from autotune.commands.removed import removed
 from autotune.commands.request import Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
 from autotune.masking import learn_environment
-from autotune.util.streams import lasting_streams
+from autotune.util.streams import folded, lasting_streams
 
 app = typer.Typer(
     cls=Group,
@@ -71,7 +71,8 @@ def run(request: Request) -> None:
     if as_json:
         emit(summary.to_json())
     else:
-        print(*summary.lines, *(f"wrote {path}" for path in summary.files), sep="\n")
+        lines = (*summary.lines, *(f"wrote {path}" for path in summary.files))
+        print(*(folded(line, sys.stdout) for line in lines), sep="\n")
     if summary.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -129,7 +130,7 @@ def launch(request: Request) -> None:
         emit(summary.to_json())
     else:
         for line in summary.lines():
-            print(f"autotune: {line}", file=sys.stderr)
+            print_line(line)
     raise typer.Exit(summary.code)
 
 

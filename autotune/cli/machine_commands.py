@@ -21,8 +21,9 @@ def models(as_json: Json = False) -> None:
         facts = {name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()}
         emit({"models": facts})
         return
+    width = max(map(len, found))
     for name, spec in found.items():
-        print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
+        print(f"{name:{width}} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
 
 
 def explain(

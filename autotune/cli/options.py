@@ -30,7 +30,7 @@ from autotune.commands.request import (
 )
 from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
-from autotune.util.streams import LOG, logging_to
+from autotune.util.streams import LOG, folded, logging_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,7 +96,7 @@ def print_line(text: str) -> None:
 
 def _print(text: str) -> None:
     with suppress(OSError):  # if nothing can be written, the exit code still reports the failure
-        print(f"autotune: {text}", file=sys.stderr, flush=True)
+        print(folded(f"autotune: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def fail(text: str, code: ExitCode, *, keeps_lines: bool = False) -> None:

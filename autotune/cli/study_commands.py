@@ -94,15 +94,16 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the winner as a DeepSpeed, accelerate or FSDP2 config, TrainingArguments or a Slurm batch script."""
-    from autotune.results.export import export_study, usage_lines
+    from autotune.results.export import export_store, usage_lines
     from autotune.results.output_files import secrets_note
     from autotune.search.study import StudyStore
 
-    files = export_study(study, storage, style, out, trial)
+    store = StudyStore.load(study, storage)
+    files = export_store(store, style, out, trial)
     if as_json:
         emit({"files": [str(path) for path in files]})
     else:
-        usage = usage_lines(style, files, StudyStore.load(study, storage), trial)
+        usage = usage_lines(style, files, store, trial)
         print(*(f"wrote {path}" for path in files), *secrets_note(files), *usage, sep="\n")
 
 

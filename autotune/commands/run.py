@@ -22,7 +22,7 @@ from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
-from autotune.errors import NothingFits, NoTrialRan, Stopped, UserError, one_line, readable
+from autotune.errors import NothingFits, NoWinner, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor
@@ -80,15 +80,8 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON data, as `--json` prints it."""
-        winner = record_json(self.winner) if self.winner else None
-        used_seconds, files = round(self.used_seconds, 2), [str(path) for path in self.files]
-        return {
-            **vars(self),
-            "folder": str(self.folder),
-            "winner": winner,
-            "files": files,
-            "used_seconds": used_seconds,
-        }
+        found = {"winner": self.winner and record_json(self.winner), "used_seconds": round(self.used_seconds, 2)}
+        return {**vars(self), **found, "folder": str(self.folder), "files": [*map(str, self.files)]}
 
 
 def run_study(
@@ -348,8 +341,8 @@ def _summary(
     """Export a call's result and summarize it.
 
     Raises:
-        NothingFits: nothing was found, and the call was not stopped early.
-        NoTrialRan: the budget ended before the first trial.
+        NothingFits: memory was too small for every candidate, and the call was not stopped early.
+        NoWinner: there is no winner for another reason.
     """
     files: list[Path] = []
     facts = store.facts()
@@ -394,15 +387,15 @@ def _summary(
     )
     if found.winner is None and not found.interrupted:
         text = "\n".join([*lines, *(f"wrote {path}" for path in files)])
-        if not facts.trials:
-            raise NoTrialRan(text, summary.to_json())
+        if facts.closest is None:
+            raise NoWinner(text, summary.to_json())
         raise NothingFits(text, summary.to_json())
     return summary
 
 
 def _end_line(found: SearchSummary) -> str:
     """Return the trials of a call by outcome, the time that it used, and why it stopped."""
-    counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
+    counts = ", ".join(f"{count} {OutcomeKind(kind).word}" for kind, count in found.by_kind.most_common())
     trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
     return f"{counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.stop_sentence}"
 

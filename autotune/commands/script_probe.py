@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.setup import FREE, Setup
-from autotune.errors import MachineError, NoTrialRan, ScriptFails, Stopped, UserError
+from autotune.errors import MachineError, NoWinner, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.executors.machine import op_name
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
@@ -132,13 +132,13 @@ class StartupDeadline:
         """Say that no trial ran if the deadline ends the work.
 
         Raises:
-            NoTrialRan: the deadline ended it.
+            NoWinner: the deadline ended it.
         """
         try:
             yield
         except Stopped:
             if self.ends_startup:
-                raise NoTrialRan(startup_used_all(self.seconds, self.seconds)) from None
+                raise NoWinner(startup_used_all(self.seconds, self.seconds)) from None
             raise
 
     @contextmanager

@@ -13,7 +13,7 @@ from autotune.results.report.build import study_report, without_secrets
 from autotune.results.report.html import study_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
-from autotune.search.trials import VERIFY, Record
+from autotune.search.trials import Record
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.streams import printable
 from autotune.util.units import counted
@@ -63,12 +63,7 @@ class Study(StudyStore):
 
     def __repr__(self) -> str:
         """Return the study's name, size and winner in one line."""
-        best = self.best
-        found = "no winner yet"
-        if best is not None and best.outcome is not None and best.outcome.measurement is not None:
-            checked = "verified" if best.role == VERIFY else "not verified"
-            found = f"best {best.candidate} at {best.outcome.measurement.samples_per_second:.4g} samples/s, {checked}"
-        return f"<Study {self.name!r}: {counted(len(self.trials), 'trial')}, {found}>"
+        return f"<Study {self.name!r}: {counted(len(self.trials), 'trial')}, best: {self.best}>"
 
     def _repr_html_(self) -> str:
         """Return the study's report in a frame, which a notebook shows from its first screen on."""

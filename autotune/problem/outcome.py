@@ -29,6 +29,11 @@ class OutcomeKind(StrEnum):
     INTERRUPTED = "interrupted"
 
     @property
+    def word(self) -> str:
+        """Return the kind's name for display."""
+        return {OutcomeKind.OOM_DEVICE: "OOM", OutcomeKind.OOM_HOST: "host OOM"}.get(self, self.value)
+
+    @property
     def is_oom(self) -> bool:
         """Return True for an OOM of a device or of the host."""
         return self in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST)

@@ -66,7 +66,7 @@ from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes
 from autotune.util.interpreter import launch_command
-from autotune.util.streams import LOG, is_watched
+from autotune.util.streams import LOG, Command, folded, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
 
@@ -109,9 +109,8 @@ def outcome_line(outcome: Outcome) -> str:
         return f"{throughput_text(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
     who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
     if outcome.kind.is_oom:
-        what = "OOM" if outcome.kind is OutcomeKind.OOM_DEVICE else "host OOM"
         missing = f", {format_bytes(outcome.missing_bytes)} short" if outcome.missing_bytes else ""
-        return f"{what} in {_PHASES.get(outcome.phase, outcome.phase.value)}{who}{missing}"
+        return f"{outcome.kind.word} in {_PHASES.get(outcome.phase, outcome.phase.value)}{who}{missing}"
     return f"{outcome.kind.value} in {outcome.phase.value}{who}: {shortened(masked(outcome.reason), _MOST_REASON)}"
 
 
@@ -173,7 +172,8 @@ class PlainObserver:
         """Print a message."""
         self._last = text
         LOG.info(text)
-        self.console.print(text, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        shown = folded(text, self.console.file)
+        self.console.print(shown, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class LiveObserver(PlainObserver):
@@ -239,7 +239,7 @@ class LiveObserver(PlainObserver):
         now, lines = time.monotonic(), list[RenderableType]()
         if self._budget:
             left = max(0.0, self._budget - (now - self._began))
-            counts = "  ".join(f"[{_STYLE[kind]}]{kind.value} {n}[/]" for kind, n in sorted(self._counts.items()))
+            counts = "  ".join(f"[{_STYLE[kind]}]{kind.word} {n}[/]" for kind, n in sorted(self._counts.items()))
             bar = ProgressBar(self._budget, min(self._budget, now - self._began), width=24)
             told = f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}"
             lines.append(Columns([bar, Text.from_markup(told)]))
@@ -281,8 +281,7 @@ def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
             continue
         measured = outcome.measurement
         peak = measured.peak_bytes if measured else outcome.peak_bytes
-        kind = outcome.kind.value
-        kind = f"{kind} ({record.role})" if record.role in (VERIFY, RESUME) else kind
+        kind = f"{outcome.kind.word} ({record.role})" if record.role in (VERIFY, RESUME) else outcome.kind.word
         remark = facts.remark(record.number)
         mark = ", winner" if facts.winner is not None and record.number == facts.winner.number else ""
         told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
@@ -337,7 +336,7 @@ def show_study(store: StudyStore, out: Console) -> None:
         print_line(f"not tried ({count}): {reason}")
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
-        print(
+        print_line(
             f"\n{counted(len(records), 'trial')}; this study used {format_duration(total)} in "
             f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
             f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
@@ -345,7 +344,8 @@ def show_study(store: StudyStore, out: Console) -> None:
     lines = verdict_lines(facts, records, store.job, store.hardware)
     if calls and calls[-1].confidence:
         lines.append(f"  {calls[-1].confidence}")
-    print(*lines, sep="\n")
+    for line in lines:
+        print_line(line)
 
 
 def trial_lines(store: StudyStore, record: Record) -> list[str]:
@@ -569,8 +569,9 @@ class HowToTrain:
 
     def lines(self) -> list[str]:
         """Return the commands and hints as lines of text."""
-        commands = (f"{name}: {text}" for name, text in self.commands)
-        return [f"  {line}" for line in (*commands, *filter(None, [self.instead]), *self.hints)]
+        texts = [f"{name}: {text}" for name, text in self.commands]
+        commands = [Command(f"  {text}") for text in (*texts, *filter(None, [self.instead]))]
+        return [*commands, *(f"  {line}" for line in self.hints)]
 
 
 def how_to_train(store: StudyStore, winner: Candidate, config: Path) -> HowToTrain:
@@ -681,20 +682,16 @@ def missing_memory(outcome: Outcome, hardware: Hardware) -> str:
     return f"ran out in {outcome.phase.value}, short of at least {format_bytes(missing)} ({', '.join(parts)})"
 
 
-_BUDGET_STEPS = (30, 60, 120, 300, 600, 1200, 1800, 3600)  # s; budgets that a message suggests
-
-
 def larger_budget(seconds: float) -> str:
-    """Return the next usual budget that is at least `seconds`, as --budget takes it."""
-    whole = next((step for step in _BUDGET_STEPS if step >= seconds), 3600 * math.ceil(seconds / 3600))
-    return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
+    """Return the next minute that is at least `seconds`, as --budget takes it."""
+    return f"--budget {math.ceil(seconds / 60)}m"
 
 
 def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
-    """Say that the budget ended before the first trial, and which budget to try."""
+    """Say that start-up left no budget for a trial, and which budget to try."""
     budget, took = format_duration(budget_seconds), format_duration(used_seconds)
-    used = f"no trial ran: the budget of {budget} ended during start-up ({took})"
-    return f"{used}; use {larger_budget(budget_seconds + used_seconds)}"
+    more = larger_budget(budget_seconds + used_seconds)
+    return f"no trial ran: start-up took {took}, too much for a trial in the budget of {budget}; use {more}"
 
 
 _NOTHING_IS_LEFT = (StopReason.NOTHING_FITS, StopReason.ALL_TRIED)
@@ -715,12 +712,6 @@ def no_winner_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str
     budget = format_duration(budget_seconds)
     if not facts.trials:
         if StopReason.of(ended) is StopReason.BUDGET_USED:
-            more = larger_budget(used + budget_seconds)
-            took = format_duration(used)
-            if used < budget_seconds:
-                return [
-                    f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
-                ]
             return [startup_used_all(budget_seconds, used)]
         return [f"no trial ran: {ended}" if ended else "no trial has ended yet"]
     lines = [

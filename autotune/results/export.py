@@ -561,25 +561,6 @@ def _below_accelerate(script: Script, candidate: Candidate, style: str, files: S
     return "" if lacks_config or own_files(script) else f" {shlex.join(masked_words(words))}"
 
 
-def export_study(study: str, storage: str | None, style: str, out: Path | None, trial: int | None) -> list[Path]:
-    """Write a study's winner, or one trial, to `out` or the study's folder, and return the paths.
-
-    In the study's folder a requested trial is named NAME.trialN, so the winner's files stay unchanged.
-
-    Raises:
-        UserError: no such study or format, no winner yet, no measured trial with that number, or nothing can be written.
-    """
-    _check(style, out)
-    return export_store(StudyStore.load(study, storage), style, out, trial)
-
-
-def _check(style: str, out: Path | None) -> None:
-    if style not in FORMATS:
-        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
-    if out is not None:
-        check_out(out, FORMATS[style], makes_folders=True)
-
-
 def _record(store: StudyStore, trial: int | None) -> Record:
     """Return the winner, or the trial of that number.
 
@@ -601,12 +582,17 @@ def _record(store: StudyStore, trial: int | None) -> Record:
 
 
 def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
-    """Write the winner of an open study, or one trial; see `export_study`.
+    """Write a study's winner, or one trial, to `out` or the study's folder, and return the paths.
+
+    In the study's folder a requested trial is named NAME.trialN, so the winner's files stay unchanged.
 
     Raises:
         UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    _check(style, out)
+    if style not in FORMATS:
+        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
+    if out is not None:
+        check_out(out, FORMATS[style], makes_folders=True)
     record = _record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")

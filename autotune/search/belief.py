@@ -130,7 +130,9 @@ TRUSTED = 0.9  # prior probability of the predictor's explanation
 PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's log-normal prior, with a sigma of 1
 OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
 CALL_SIGMA = 0.3  # of the change of a machine's speed between two calls, as a logarithm
-MOST_POINTS = 64  # latest measurements; older ones add little information and much time (`benchmarks/search/proposer.py`)
+MOST_POINTS = (
+    64  # latest measurements; older ones add little information and much time (`benchmarks/search/proposer.py`)
+)
 _LEAST_WEIGHT = 1e-4  # relative to the likeliest explanation of its kind; those with less are left out
 
 

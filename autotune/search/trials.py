@@ -126,6 +126,12 @@ class Record:
     tuner: str | None = None  # tuner's name; None if the trial was not started by a tuner
     started: str = ""  # time of its start in UTC, in ISO format
 
+    def __str__(self) -> str:
+        """Return the trial in one line."""
+        measured = self.outcome and self.outcome.measurement
+        speed = f" at {measured.samples_per_second:.4g} samples/s" if measured else ""
+        return f"trial {self.number} ({self.role}): {self.candidate}{speed}"
+
 
 @dataclass(frozen=True)
 class Call:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +29,21 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a termin
 def printable(text: str) -> str:
     r"""Return the text with characters escaped, like `\u001b`, that move a cursor, recolour a terminal or reorder text."""
     return text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+class Command(str):
+    """Line with a command, which no terminal folds, so that it can be copied."""
+
+    __slots__ = ()
+
+
+def folded(text: str, stream: Any) -> str:
+    """Return a text as the stream shows it: a terminal has its lines folded at words."""
+    if isinstance(text, Command) or not is_watched(stream):
+        return text
+    columns, _ = shutil.get_terminal_size()
+    wrapper = textwrap.TextWrapper(columns, "", "    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 class UnclosedStream:

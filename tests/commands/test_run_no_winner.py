@@ -53,6 +53,15 @@ def test_a_call_without_a_winner_ends_with_its_trials_and_its_reason(
     assert last.partition(" in ")[0] in told["lines"][-1]
 
 
+def test_failures_without_an_oom_have_their_own_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ReplaySession, "measure", lambda *words: Outcome(OutcomeKind.CRASH, reason="why"))
+    code, _, err = replay(monkeypatch, capsys, TABLE, *RUN, "--max-trials", "2")
+    assert (code, "no candidate ran: crash: why (2x)" in err) == (5, True)
+
+
 def test_a_call_that_is_stopped_without_a_winner_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

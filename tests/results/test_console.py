@@ -19,6 +19,7 @@ from autotune.results.console import (
 from autotune.results.tables import DataTable
 from autotune.search.leaderboard import Leaderboard
 from autotune.search.trials import Record
+from autotune.util.streams import Command, folded
 from autotune.util.units import MIB
 from tests.conftest import Terminal, make_candidate, make_job
 from tests.studies import study_of_every_kind
@@ -48,7 +49,7 @@ def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         console.print(live._render())
     text = console.export_text()
     assert "best  z0" in text
-    assert "oom_device 1" in text
+    assert "OOM 1" in text
     assert "━" in text, "the bar of the budget"
     assert "hello" in text
     with make_observer(console, quiet=True) as quiet:
@@ -117,14 +118,16 @@ def test_what_an_error_says_is_shown_as_it_is(tmp_path: Path, text: str, running
     assert text in out.getvalue().splitlines()[-2]
 
 
-def test_show_ends_with_the_bound_that_the_last_call_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_ends_with_the_bound_that_the_last_call_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, bound = study_of_every_kind(tmp_path), "untried configs are at most 3 % faster"
     study.begin_call(60.0)
     study.update_call(33.0, "budget used", bound)
-    show_study(study, Console(file=io.StringIO()))
-    assert capsys.readouterr().out.splitlines()[-1] == f"  {bound}"
+    show_study(study, Console(file=(out := io.StringIO())))
+    assert out.getvalue().splitlines()[-1] == f"  {bound}"
+    monkeypatch.setenv("COLUMNS", "30")
+    show_study(study, Console(file=(out := Terminal())))
+    assert out.getvalue().splitlines()[-2:] == ["  untried configs are at most", "    3 % faster"], "folded at words"
+    assert folded(Command("a " * 30), out) == "a " * 30, "a command stays whole"
 
 
 def test_rows_of_a_table_are_data_in_every_column() -> None:

@@ -17,7 +17,7 @@ from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.console import train_with
-from autotune.results.export import FORMATS, environment_of, export_record, export_study, training_arguments
+from autotune.results.export import FORMATS, environment_of, export_record, export_store, training_arguments
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY
 from autotune.workers.jit_ops import FOLDER
@@ -53,8 +53,8 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_winner_goes_into_the_studys_folder(folder: Path, style: str, names: list[str]) -> None:
-    assert export_study("s", None, style, None, None) == [Path("runs/s") / name for name in names]
     store = StudyStore.load("s")
+    assert export_store(store, style, None, None) == [Path("runs/s") / name for name in names]
     winner = store.winner
     assert winner is not None
     told = json.loads((folder / "runs/s" / names[-1]).read_text())
@@ -72,11 +72,12 @@ def test_the_winner_goes_into_the_studys_folder(folder: Path, style: str, names:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("style", FORMATS)
 def test_a_trial_that_is_asked_for_lets_the_winners_files_alone(folder: Path, style: str) -> None:
-    export_study("s", None, "deepspeed", None, None)
+    store = StudyStore.load("s")
+    export_store(store, "deepspeed", None, None)
     before = {path.name: path.read_text() for path in folder.glob("runs/s/*.json")}
-    other = next(one for one in StudyStore.load("s").records() if one.outcome and one.outcome.ok and one.role != VERIFY)
+    other = next(one for one in store.records() if one.outcome and one.outcome.ok and one.role != VERIFY)
     for number in (other.number, None):
-        written = export_study("s", None, style, None, number)
+        written = export_store(store, style, None, number)
         assert len({*written}) == len(written)
         if number is not None:
             assert all(path.name.startswith(f"s.trial{number}.") for path in written)
@@ -87,7 +88,7 @@ def test_a_trial_that_is_asked_for_lets_the_winners_files_alone(folder: Path, st
 @pytest.mark.parametrize("style", FORMATS)
 def test_no_two_files_that_are_named_share_one(folder: Path, style: str) -> None:
     names = ["run.1", "run.2", "job.json", "v1.5.json", "v1.6.json"]
-    written = [path for name in names for path in export_study("s", None, style, Path(name), None)]
+    written = [path for name in names for path in export_store(StudyStore.load("s"), style, Path(name), None)]
     assert len({*written}) == len(written)
     assert all(path.is_file() for path in written)
 
@@ -95,19 +96,12 @@ def test_no_two_files_that_are_named_share_one(folder: Path, style: str) -> None
 def test_a_trial_by_its_number_and_a_file_by_its_name(folder: Path) -> None:
     store = StudyStore.load("s")
     other = next(one for one in store.records() if one.outcome and one.outcome.ok and one.role != VERIFY)
-    assert export_study("s", None, "deepspeed", Path("here.json"), other.number) == [
+    assert export_store(store, "deepspeed", Path("here.json"), other.number) == [
         Path("here.json"),
         Path("here.meta.json"),
     ]
     told = json.loads((folder / "here.meta.json").read_text())
     assert (told["trial"], told["verified"]) == (other.number, False)
-
-
-def test_a_study_in_another_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "elsewhere").mkdir()
-    monkeypatch.chdir(folder / "elsewhere")
-    storage = f"sqlite:///{folder}/runs/s/study.db"
-    assert export_study("s", storage, "deepspeed", Path("here.json"), None)[0] == Path("here.json")
 
 
 # -- what a study knows besides ------------------------------------------------------------------------------------------
@@ -222,14 +216,16 @@ def test_what_cannot_be_exported(folder: Path) -> None:
         ("hf", failed.number, f"--trial {failed.number}: no measured trial of that number in s (`autotune show s`)"),
     ):
         with pytest.raises(UserError) as caught:
-            export_study("s", None, style, None, trial)
+            export_store(StudyStore.load("s"), style, None, trial)
         assert str(caught.value) == message
+    with pytest.raises(UserError, match=r"no \.json: name one like NAME\.sbatch"):
+        export_store(StudyStore.load("s"), "sbatch", Path("x.json"), None)
 
 
 def test_a_study_without_a_winner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StudyStore, "winner", None)
     with pytest.raises(UserError) as caught:
-        export_study("s", None, "hf", None, None)
+        export_store(StudyStore.load("s"), "hf", None, None)
     assert str(caught.value) == "study s has no winner yet: `autotune run --study s …` goes on"
 
 
