@@ -89,7 +89,7 @@ def _announce_trace(setup: PlanSetup, print_line: Callable[[str], None]) -> None
     job = setup.job
     if job.script is not None or missing_packages(job.interpreter):
         return
-    if known_trace(with_runnable_attention(job)[0], device=setup.hardware.device) is None:
+    if known_trace(with_runnable_attention(job), device=setup.hardware.device) is None:
         print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
 
 

@@ -264,14 +264,6 @@ class Predictor:
             prepared.features[told][_LATEST], slower[told][_LATEST], self._time.noise, REPEAT_TIME
         )
 
-    def constants(self) -> dict[str, float]:
-        """Return the calibrated constants: overhead in GiB, factors on full rates."""
-        self.calibrate()
-        memory = dict(zip(MEMORY_CONSTANTS, self._memory.mean, strict=True))
-        quirks = dict(zip(QUIRKS, np.exp(self._time.mean[len(TIME) :]), strict=True))
-        named = {**memory, **self._time_constants(self._time.mean), **quirks}
-        return {name: np.asarray(value).item() for name, value in named.items()}
-
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def table(self, candidates: Sequence[Candidate]) -> Table:
@@ -366,10 +358,6 @@ class Predictor:
         peak = np.maximum(np.where(needed <= card, np.minimum(peak, card), peak), needed)
         return peak, found[1], found[2], found[3], needed
 
-    def fits(self, table: Table) -> Flags:
-        """Select the candidates that are expected to stay under the device's ceiling and the host's limit."""
-        return self.margins(table) >= 0
-
     def margins(self, table: Table) -> Floats:
         """Return each candidate's expected distance below the device's ceiling, in standard deviations.
 
@@ -418,14 +406,8 @@ class Predictor:
             for i, candidate in enumerate(candidates)
         ]
 
-    def _time_constants(self, constants: Floats) -> dict[str, Floats]:
-        """Return factors on full rates, (..., 1) each, from constants (..., constants)."""
-        k = {name: np.exp(constants[..., i, None]) for i, name in enumerate(TIME)}
-        k["hidden"] = k["hidden"] / (1 + k["hidden"])
-        return k
-
     def _spent(self, p: Prepared, constants: Floats) -> StepSeconds:
-        return spend(p.work, p.columns, self._time_constants(constants))
+        return spend(p.work, p.columns, rate_factors(constants))
 
     def _log_spent(self, p: Prepared, constants: Floats) -> Floats:
         """Return (m, n) logarithms of a step's seconds without quirks, at constants (m, constants).
@@ -437,6 +419,13 @@ class Predictor:
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
+
+
+def rate_factors(constants: Floats) -> dict[str, Floats]:
+    """Return factors on full rates, (..., 1) each, from constants (..., constants)."""
+    k = {name: np.exp(constants[..., i, None]) for i, name in enumerate(TIME)}
+    k["hidden"] = k["hidden"] / (1 + k["hidden"])
+    return k
 
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:

@@ -19,7 +19,6 @@ from autotune.predict.zero_memory import (
     quantized_sizes,
 )
 from autotune.problem.candidate import Candidate
-from autotune.problem.gpu_specs import GpuFacts
 from autotune.problem.hardware import Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
 from autotune.problem.models import (
@@ -106,16 +105,15 @@ class DeviceRates:
     memory: float
     link: float
     pcie: float
-    operator_seconds: float  # to start one kernel
     node_link: float  # bytes per second within a node
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str) -> DeviceRates:
         """Return the rates of a machine's GPUs for a precision, or those of CPU ranks."""
-        facts: GpuFacts | None = hardware.gpu_facts
+        facts = hardware.gpu_facts
         if facts is None:  # CPU ranks
             memory, link = CPU_MEMORY_GB_PER_S * 1e9, CPU_LINK_GB_PER_S * 1e9
-            return cls(CPU_TFLOPS * 1e12, memory, link, memory, 2e-5, link)
+            return cls(CPU_TFLOPS * 1e12, memory, link, memory, link)
         flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
         if precision == "bf16" and not facts.bf16:
             flops = facts.fp32_tflops
@@ -125,7 +123,7 @@ class DeviceRates:
             (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
         )
         memory, within = facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9
-        return cls(flops * reached * 1e12, memory, link * 1e9, facts.pcie_gb_per_s * 1e9, OPERATOR_SECONDS, within)
+        return cls(flops * reached * 1e12, memory, link * 1e9, facts.pcie_gb_per_s * 1e9, within)
 
 
 @dataclass(frozen=True)
@@ -176,9 +174,9 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
     # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
     quantized = quantized_sizes(job, trace)
     moved = moved + c.passes * sum(quantized) * (NF4_BYTES + job.element_bytes) * per_byte
-    dequantizing = c.passes * len(quantized) * DEQUANTIZING_OPERATORS * rates.operator_seconds
+    dequantizing = c.passes * len(quantized) * DEQUANTIZING_OPERATORS * OPERATOR_SECONDS
     fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
-    starts = either(sum(plain.operators), sum(again.operators)) * fused * rates.operator_seconds
+    starts = either(sum(plain.operators), sum(again.operators)) * fused * OPERATOR_SECONDS
     mapped = (LARGEST_OF_LOSS * loss >= MAPPED_BYTES) & (hardware.device == "cpu")
     hooks = _hooks(hardware, trace, c)
     apart = (c.stage == 3) & (hardware.device == "cuda")  # on CPU ranks the stage's own factor covers them
@@ -191,7 +189,7 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
         + np.where(mapped, loss / (TOUCHED_GB_PER_S * 1e9), 0.0),
         starts=starts + dequantizing + np.where(apart, 0.0, hooks),
         hooks=np.where(apart, hooks, 0.0),
-        step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
+        step_starts=_step_operators(job, hardware, trace, c) * OPERATOR_SECONDS,
         loop=c.accumulation * MICRO_SECONDS,
         queued=_queued(job, hardware, c),
         exchange_micro=_exchanged(job, hardware, c, rates),

@@ -103,7 +103,7 @@ def trace_job(
         return with_liger(
             trace_job(plain, loss=loss, device=device, timeout_seconds=timeout_seconds, cancelled=cancelled)
         )
-    own, (job, replaced) = job, with_runnable_attention(job)
+    own, job = job, with_runnable_attention(job)
     if (known := known_trace(job, loss, device)) is not None:
         return known
     if missing := missing_packages(job.interpreter):
@@ -123,7 +123,7 @@ def trace_job(
         with contextlib.suppress(OSError):
             write_atomically(path, json.dumps(answer["trace"]))
         return Trace.from_json(answer["trace"])
-    if "impossible" in answer and not replaced:
+    if "impossible" in answer and job is own:
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")

@@ -31,11 +31,6 @@ _OF_LORA = _OF_CHUNKS = 2  # the same for jobs with adapters, and for losses in 
 _RUNS_ANYWHERE = (None, "eager", "sdpa")
 
 
-def cache_folder() -> Path:
-    """Return the folder of cached traces."""
-    return cache_root() / "traces"
-
-
 def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mapping[str, str] | None = None) -> str:
     """Return a hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it.
 
@@ -70,17 +65,17 @@ def _versions_of_runner(job: Job) -> dict[str, str | None]:
     return {name: job.interpreter.version(name) for name in RUNS_IT}
 
 
-def with_runnable_attention(job: Job) -> tuple[Job, bool]:
-    """Return the job with an attention that runs without a GPU, and True if it replaces the job's own."""
+def with_runnable_attention(job: Job) -> Job:
+    """Return the job with an attention that runs without a GPU: the same object if its own does."""
     asked = job.attention or job.model.config.get("attn_implementation")
     if asked in _RUNS_ANYWHERE:
-        return job, False
-    return dataclasses.replace(job, attention="sdpa"), True
+        return job
+    return dataclasses.replace(job, attention="sdpa")
 
 
 def cache_path(job: Job, loss: str, device: str = "cuda") -> Path:
     """Return the file of a job's cached trace."""
-    return cache_folder() / f"{cache_key(job, loss, device)}.json"
+    return cache_root() / "traces" / f"{cache_key(job, loss, device)}.json"
 
 
 def cached(path: Path) -> Trace | None:

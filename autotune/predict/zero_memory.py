@@ -72,10 +72,6 @@ class MemoryEstimate:
         """Return (n,) bytes of main memory."""
         return self.terms[HOST]
 
-    def peaks(self) -> Floats:
-        """Return (moments, candidates): bytes of live tensors on the device."""
-        return np.asarray(self.resident() + sum(self.terms[name] for name in PASSING))
-
 
 @dataclass(frozen=True)
 class Moments:

@@ -11,6 +11,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import FULL, Job, parse_lora
 from autotune.problem.knobs import READ, Release
 from autotune.problem.models import CAUSAL, resolve_model
+from tests.predict.passes import peaks_of
 
 
 def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
@@ -33,6 +34,6 @@ def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
     )
     predicted = estimate_memory(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
     at = [i for i, name in enumerate(predicted.moments) if name != "init"]
-    peak = float(predicted.peaks()[at, 0].max() + predicted.terms["host"][0])
+    peak = float(peaks_of(predicted)[at, 0].max() + predicted.terms["host"][0])
     counted: float = max(row["live"].values())
     return peak / counted - 1

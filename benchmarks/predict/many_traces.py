@@ -38,7 +38,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], 
     """
     missing = {}
     for job, loss in jobs:
-        job, _ = with_runnable_attention(job)
+        job = with_runnable_attention(job)
         path = cache_path(job, loss)
         if not path.exists() and not job.has_own_code:
             missing[path] = (job, loss)

@@ -254,9 +254,9 @@ def believing(case: Case, memory: Predictor | None, time: Predictor | None) -> P
     The weight of their residuals depends on the similarity of the jobs (`predictor.job_features`).
     """
     predictor = predictor_of(case)
-    if memory is not None:
+    if memory:
         predictor._memory, predictor._memory_near = memory._memory, memory._memory_near
-    if time is not None:
+    if time:
         predictor._time, predictor._time_near = time._time, time._time_near
     return predictor
 

@@ -49,7 +49,7 @@ def jobs(names: Sequence[str]) -> Iterator[tuple[Job, str]]:
     """(job, loss) of every shipped trace of these models."""
     for name in names:
         try:
-            job, _ = with_runnable_attention(plan_setups(Request(model=name), [CARD])[0].job)
+            job = with_runnable_attention(plan_setups(Request(model=name), [CARD])[0].job)
         except UserError:
             continue  # a model that needs an option, like --image-size
         for loss in ("own", "chunked") if job.task == CAUSAL else ("own",):

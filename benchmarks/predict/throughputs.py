@@ -11,7 +11,7 @@ import numpy as np
 
 from autotune.predict.calibration import Prior, fit
 from autotune.predict.features import columns_of
-from autotune.predict.predictor import Predictor
+from autotune.predict.predictor import Predictor, rate_factors
 from autotune.predict.step_time import StepWork, spend, step_work
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
@@ -98,17 +98,17 @@ def published_run(row: dict[str, str]) -> Run:
 
 def fitted_tokens(runs: list[Run]) -> tuple[Any, dict[str, float]]:
     """Tokens a second of each run under the constants that fit them best, and these constants."""
-    known = runs[0].predictor.constants()  # nothing was observed: those before any fit
+    known = rate_factors(runs[0].predictor._time.mean)  # nothing was observed: those before any fit
     measured = np.log([run.tokens_a_second for run in runs])
     columns = [columns_of([run.candidate], run.predictor.job) for run in runs]
 
     def log_tokens(constants: Any) -> Any:
         """(..., runs) at the logarithms of the fitted constants, (..., 3)."""
-        factors = {**known, **{name: np.exp(constants[..., i, None]) for i, name in enumerate(FITTED)}}
+        factors = known | {name: np.exp(constants[..., i, None]) for i, name in enumerate(FITTED)}
         seconds = [spend(run.work, c, factors).step for run, c in zip(runs, columns, strict=True)]
         return np.log([run.tokens_a_step for run in runs]) - np.log(np.concatenate(seconds, axis=-1))
 
-    priors = [Prior(float(np.log(known[name])), 1.0) for name in FITTED]
+    priors = [Prior(float(np.log(known[name][0])), 1.0) for name in FITTED]
     best = fit(priors, lambda constants: log_tokens(constants) - measured, noise=0.1, rounds=15).mean
     return np.exp(log_tokens(best)), dict(zip(FITTED, np.exp(best).round(3).tolist(), strict=True))
 

@@ -27,7 +27,7 @@ class Biased(Predictor):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._context_bytes = self.constants()["overhead"] * GIB  # as expected before any calibration
+        self._context_bytes = self._memory.mean[0] * GIB  # as expected before any calibration
 
     def prepare(self, candidates: Sequence[Candidate]) -> Any:
         """Wrong before any calibration, which may find out; a step's seconds are proportional to its work."""

@@ -13,6 +13,7 @@ from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import KNOBS, short_name
 from tests.conftest import Bench, make_candidate, make_job
+from tests.predict.passes import peaks_of
 from tests.rank.live_rank import live_bytes
 
 CPU_ADAM = {"offload_optimizer": "cpu", "sub_group_size": 100_000}
@@ -24,7 +25,7 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     """Of one CPU rank, whose host and device are one."""
     found = estimate_memory(job, trace_job(job), columns_of([candidate], job, installed_deepspeed()))
     at = [i for i, name in enumerate(found.moments) if name != "init"]
-    return float(found.peaks()[at, 0].max() + found.terms["host"][0])
+    return float(peaks_of(found)[at, 0].max() + found.terms["host"][0])
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.hardware import named_hardware
 from autotune.problem.knobs import READ, Release
 from tests.conftest import make_candidate, make_job
+from tests.predict.passes import peaks_of
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 
 def peak(stage: int, deepspeed: Release, precision: str = "bf16", **knobs: object) -> float:
     job = make_job(precision=precision, seq_len=SEQ_LEN)
     one = estimate_memory(job, recorded_trace(job), columns_of([make_candidate(stage, 4, **knobs)], job, deepspeed))
-    return float(one.peaks()[[i for i, name in enumerate(one.moments) if name != "init"], 0].max())
+    return float(peaks_of(one)[[i for i, name in enumerate(one.moments) if name != "init"], 0].max())
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "bf16"), (0, "fp32"), (3, "fp32")])
@@ -45,7 +46,7 @@ def test_gradients_of_stage_0_stay_until_0_18_5() -> None:
     forward = {}
     for version in ((0, 17, 6), (0, 18, 6)):
         one = estimate_memory(job, recorded_trace(job), columns_of([make_candidate(0)], job, version))
-        forward[version] = max(one.peaks()[at, 0] for at, name in enumerate(one.moments) if name == "forward")
+        forward[version] = max(peaks_of(one)[at, 0] for at, name in enumerate(one.moments) if name == "forward")
     assert forward[0, 17, 6] - forward[0, 18, 6] == pytest.approx(whole)
 
 

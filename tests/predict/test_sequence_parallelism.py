@@ -18,6 +18,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import SEQUENCE_RANKS, Job
 from autotune.problem.models import AttentionHeads, attention_heads
 from tests.conftest import make_candidate, make_job
+from tests.predict.passes import peaks_of
 
 BYTES, SEQ_LEN = 2, 2048
 
@@ -39,7 +40,7 @@ def test_a_rank_computes_its_part_of_each_sequence() -> None:
         ]
         ours, theirs = (estimate_memory(one, trace, c, "cuda") for one, c in zip((shared, whole), columns, strict=True))
         exchanged = BYTES * SEQ_LEN * 2 * 64 * (32 + 8)
-        np.testing.assert_allclose(ours.peaks().max(axis=0) - theirs.peaks().max(axis=0), exchanged)
+        np.testing.assert_allclose(peaks_of(ours).max(axis=0) - peaks_of(theirs).max(axis=0), exchanged)
         mine, plain = (step_work(one, hardware, trace, c) for one, c in zip((shared, whole), columns, strict=True))
         assert mine.products == pytest.approx(plain.products)
         assert (mine.gather_micro, mine.reduce_micro) == (plain.gather_micro, plain.reduce_micro)

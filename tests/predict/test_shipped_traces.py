@@ -23,7 +23,7 @@ MADE_BY = {name: OWN.version(name) for name in RUNS_IT}
 
 @pytest.fixture
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(trace_cache, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(trace_cache, "cache_root", lambda: tmp_path)
     return tmp_path
 
 

@@ -29,6 +29,7 @@ from autotune.problem.knobs import READ, Release
 from autotune.problem.models import resolve_model
 from autotune.versions import release
 from tests.conftest import make_candidate, make_job
+from tests.predict.passes import peaks_of
 from tests.predict.recorded import recorded_trace
 
 DATA = Path(__file__).parents[2] / "benchmarks/data"
@@ -65,7 +66,7 @@ def errors_of(rows: list[dict], deepspeed: Release) -> list[float]:
         job = Job(model, row["ranks"], row["seq_len"], row["precision"], base_config=base)
         one = estimate_memory(job, recorded_trace(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
         at = [i for i, name in enumerate(one.moments) if name != "init"]
-        predicted = float(one.peaks()[at, 0].max() + one.terms["host"][0])
+        predicted = float(peaks_of(one)[at, 0].max() + one.terms["host"][0])
         errors.append(abs(predicted / max(row["live"].values()) - 1))
     return errors
 
@@ -324,7 +325,7 @@ def test_a_trace_whose_columns_do_not_fit_is_refused() -> None:
 def test_a_peak_is_the_sum_of_its_parts() -> None:
     one = bill_of({"zero_stage": 3, **STAGE_3})
     # parameters 100, gradients 100, optimizer 600, and of each moment buckets, gathered, temporaries and activations
-    assert one.peaks()[RUN, 0].tolist() == [
+    assert peaks_of(one)[RUN, 0].tolist() == [
         800 + 80 + 130 + 0 + 1030,
         800 + 80 + 150 + 0 + 1060,
         800 + 200 + 130 + 0 + 0,
@@ -553,7 +554,7 @@ def test_no_part_is_negative_and_a_candidate_is_billed_alike_among_others(
     candidates = [make_candidate(0), Candidate.of(one), make_candidate(3)]
     together = estimate_memory(job, trace, columns_of(candidates, job))
     alone = estimate_memory(job, trace, columns_of(candidates[1:2], job))
-    assert together.peaks()[:, 1].tolist() == alone.peaks()[:, 0].tolist()
+    assert peaks_of(together)[:, 1].tolist() == peaks_of(alone)[:, 0].tolist()
     assert together.terms["host"][1] == alone.terms["host"][0]
     assert min(size.min() for size in together.terms.values()) >= 0
 
@@ -563,6 +564,6 @@ def test_more_sequences_and_fewer_ranks_never_take_less(trace: Trace, one: dict,
     job = make_job(ranks, precision="bf16")
     few, many = (Candidate.of({**one, "train_micro_batch_size_per_gpu": size}) for size in (1, 4))
     both = estimate_memory(job, trace, columns_of([few, many], job))
-    assert (both.peaks()[:, 1] >= both.peaks()[:, 0]).all()
+    assert (peaks_of(both)[:, 1] >= peaks_of(both)[:, 0]).all()
     halved = estimate_memory(dataclasses.replace(job, ranks=ranks // 2), trace, columns_of([few, many], job))
     assert (halved.resident() >= both.resident()).all()

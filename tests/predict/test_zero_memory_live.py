@@ -10,6 +10,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from tests.conftest import Bench, make_candidate, make_job
+from tests.predict.passes import peaks_of
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 from tests.rank.live_rank import live_bytes
 
@@ -70,10 +71,10 @@ def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
         live = live_bytes(outcome.log)
         one = estimate_memory(job, trace, columns_of([candidate], job, installed_deepspeed()))
         steps = [i for i, name in enumerate(one.moments) if name != "init"]
-        assert float(one.peaks()[steps, 0].max() + one.terms["host"][0]) == pytest.approx(
+        assert float(peaks_of(one)[steps, 0].max() + one.terms["host"][0]) == pytest.approx(
             max(live.values()), rel=0.06
         ), candidate
-        forward = max(one.peaks()[at, 0] for at, name in enumerate(one.moments) if name == "forward")
+        forward = max(peaks_of(one)[at, 0] for at, name in enumerate(one.moments) if name == "forward")
         # batches wait on the host, which is the ranks' device here
         assert float(forward) == pytest.approx(live["forward"], rel=0.03), candidate
 

@@ -11,6 +11,7 @@ from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
+from tests.predict.passes import peaks_of
 
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/data/live_tensors_lora_cpu.json").read_text())["rows"]
 
@@ -32,4 +33,6 @@ def test_real_engines_are_met(row: dict[str, object]) -> None:
     live = max(row["live"].values())  # type: ignore[attr-defined]
     # one sequence of the smallest model with tied weights peaks in forward, where the order of the last frees decides
     smallest = row["model"] == "tiny-gemma-2" and "max_reuse_distance" in str(row["candidate"])
-    assert float(one.peaks()[at, 0].max() + one.terms["host"][0]) == pytest.approx(live, rel=0.15 if smallest else 0.07)
+    assert float(peaks_of(one)[at, 0].max() + one.terms["host"][0]) == pytest.approx(
+        live, rel=0.15 if smallest else 0.07
+    )

@@ -24,6 +24,7 @@ from autotune.problem.models import resolve_model
 from autotune.problem.space import fitted, load_space
 from autotune.util.units import GIB
 from tests.conftest import SHORT, make_candidate, make_job
+from tests.predict.passes import peaks_of
 
 NF4 = Lora(8, quantize="nf4")
 
@@ -72,7 +73,7 @@ def test_training_needs_what_torchtune_publishes_for_an_8b_model_on_one_4090() -
     candidate = make_candidate(0, 2, activation_checkpointing=True)
     one = estimate_memory(job, trace_job(job), columns_of([candidate], job), "cuda")
     at = [i for i, name in enumerate(one.moments) if name != "init"]
-    assert float(one.peaks()[at, 0].max()) / GIB == pytest.approx(7.4, rel=0.05)
+    assert float(peaks_of(one)[at, 0].max()) / GIB == pytest.approx(7.4, rel=0.05)
 
 
 @pytest.mark.slow
