@@ -36,10 +36,6 @@ class Counters:
         self.frozen_only = 0.0  # bytes that only frozen linear layers have read, from `dropped_inputs`
         self.last = 0
 
-    def forget_operators(self) -> None:
-        """Reset the operators, bytes moved and FLOPs after the model is built, as building is no part of a step."""
-        self.operators, self.moved, self.flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-
     def read(self, tensor: Any) -> None:
         """Record the input of a frozen linear layer in forward."""
         storage = tensor.untyped_storage()

@@ -252,7 +252,7 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
     to_its_rank = np.where(by_rank, 1.0, 2.0)
     carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
     whole = persistent(trace, c)  # gathered after a step, and kept
-    again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(trace, c)))
+    again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(c)))
     # hpZ keeps a second set of parameters in each node, and backward gathers from it.
     size = c.secondary
     nearer = np.where(size > 1, (size - 1) / np.maximum(size, 1.0) / rates.node_link, others)

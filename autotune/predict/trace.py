@@ -111,11 +111,10 @@ def trace_job(
             own, f"{' and '.join(missing)} not installed; --python names an environment that has them"
         )
     path = cache_path(job, loss, device)
-    options = ["--loss", loss] * (loss != "own") + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are processed one by one
     late = path.with_suffix(".late.json")
-    answer = _known_late(late, timeout_seconds) or _ask_tracer(job, options, timeout_seconds, cancelled)
+    answer = _known_late(late, timeout_seconds) or _ask_tracer(job, [loss, device], timeout_seconds, cancelled)
     if "late_seconds" in answer:
         with contextlib.suppress(OSError):
             write_atomically(late, json.dumps(answer))

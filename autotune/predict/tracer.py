@@ -38,8 +38,8 @@ from autotune.util.linux import die_with_parent
 
 # -- tracer ------------------------------------------------------------------------------------------------------------
 #
-# The process that traces a model: `python -m autotune.predict.tracer [--loss KIND] [--cpu] [--sizes] < JOB.json >
-# ANSWER.json`.
+# The process that traces a model: `python -m autotune.predict.tracer LOSS DEVICE < JOB.json > ANSWER.json`, or with `--sizes`
+# alone for the parameters' sizes.
 #
 # The model's forward and backward run under fake tensors: operators only derive shapes, and use no memory. Two runs, at
 # micro-batches of two and three sequences, give every allocation as `fixed + per_sequence x micro_batch`. A deep model
@@ -222,7 +222,8 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
             for tensor in (*model.parameters(), *model.buffers()):
                 live.add(tensor)
             run.base = live.bytes
-            run.forget_operators()
+            # building is no part of a step
+            run.operators, run.moved, run.flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
             add_counter_hooks(model, run)
             run.in_use = bytes_of_head(job, model, options.loss)
             if (encoder := _encoder(model, job.task)) is not None:
@@ -311,8 +312,7 @@ def answer_to(job: Job, options: list[str], on_sizes: Callable[[tuple[list[int],
     try:
         if "--sizes" in options:
             return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
-        device = "cpu" if "--cpu" in options else "cuda"
-        loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
+        loss, device = options
         return {"trace": trace_model(job, loss=loss, device=device, workers=2, on_sizes=on_sizes).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}

@@ -323,8 +323,8 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
     one, out, contiguous, adds = c.stage == 1, c.offload_optimizer > 0, keeps_gradients_contiguous(c), accumulates(c)
     # Gradients that are summed in another precision than backward makes are added up in one flat buffer of a rank's part.
     flat_sum = c.accumulated != s.width
-    made = np.where(flat_sum & one, c.accumulated, s.width)  # bytes per element of .grad
-    own = np.where(flat_sum, c.accumulated, s.width)  # bytes per element of a rank's own part
+    made = np.where(one, c.accumulated, s.width)  # bytes per element of .grad
+    own = c.accumulated  # bytes per element of a rank's own part
     # A parameter that crosses the border of a part is kept whole. In round-robin order that is a large one.
     across = np.where(c.round_robin > 0, s.width * s.largest, 0.0)
     bucket = reduce_bucket_bytes(c, made)
@@ -376,7 +376,7 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
 def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     out = c.offload_optimizer > 0
     stays = np.where(out, 1 - c.offload_ratio, 1.0)  # Twin-Flow's share of the states on the device
-    several = s.ranks > 1
+    several = s.ranks > 1  # a single rank's partition is the whole parameter, so it copies nothing
     gradients = np.where(out, stays * c.master, c.accumulated) * s.part
     standing = reduce_bucket_bytes(c, c.communicated)
     waiting = np.minimum(at.made, c.reduce_bucket)
@@ -397,7 +397,7 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     # The engine begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states).
     beyond = ~out * np.maximum(0.0, c.master * group - gradients)
     passes = at.at("forward", "backward")
-    turn = gathered_bytes(s.trace, c, s.frozen_width, s.ranks)
+    turn = gathered_bytes(s.trace, c, s.frozen_width)
     always = s.frozen_width * persistent(s.trace, c)
     weights = s.sets(c) * (s.whole + s.frozen_width * s.frozen)
     # Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
@@ -596,30 +596,27 @@ def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Fl
 # Source: deepspeed 0.19.8, `runtime/zero/partitioned_param_coordinator.py` and `stage3.py`.
 
 
-def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
+def gathered_bytes(trace: Trace, c: Columns, width: float) -> Floats:
     """Return the bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones included.
 
     Stage 3 keeps parameters that are used again within `max_reuse_distance` elements. `max_live_parameters` does not release
     them: it bounds prefetching alone (0 and 1e9 take the same with tiny-llama on CPU ranks). One prefetch runs ahead. The
-    smallest parameters are never released. One rank copies nothing, as its partition is the whole parameter.
+    smallest parameters are never released.
     """
-    if ranks == 1:
-        return np.zeros(len(c))
     sizes = trace.every_size
-    total = float(sum(sizes))
-    kept = kept_at_turn(trace, c)
-    kept = np.minimum(kept + np.minimum(c.prefetch, np.maximum(c.max_live - kept, 0.0)), total)
+    kept = kept_at_turn(c)
+    kept = kept + np.minimum(c.prefetch, np.maximum(c.max_live - kept, 0.0))
     # The head, usually the largest parameter, is used again at once.
-    at_least = np.where(c.max_reuse > 0, np.maximum(kept, np.minimum(total, max(sizes) + c.prefetch)), kept)
-    return width * np.minimum(total, at_least + persistent(trace, c))
+    at_least = np.where(c.max_reuse > 0, np.maximum(kept, max(sizes) + c.prefetch), kept)
+    return width * np.minimum(float(sum(sizes)), at_least + persistent(trace, c))
 
 
-def kept_at_turn(trace: Trace, c: Columns) -> Floats:
-    """Return the elements that stage 3 still holds when backward begins, so that it need not gather them again.
+def kept_at_turn(c: Columns) -> Floats:
+    """Return the most elements that stage 3 still holds when backward begins, so that it need not gather them again.
 
     They are used again within `max_reuse_distance`, half of which lies on either side of the turn.
     """
-    return np.minimum(c.max_reuse / 2, float(sum(trace.every_size)))
+    return c.max_reuse / 2
 
 
 def persistent(trace: Trace, c: Columns) -> Floats:

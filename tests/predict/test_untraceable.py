@@ -35,7 +35,7 @@ def job_of(kind: str, seq_len: int = 16) -> Job:
 
 
 def test_a_recurrence_without_its_kernel_is_not_traced_and_its_sizes_are_counted() -> None:
-    answer = tracer.answer_to(job_of("mamba"), [], lambda sizes: None)
+    answer = tracer.answer_to(job_of("mamba"), ["own", "cuda"], lambda sizes: None)
     assert answer["untraceable"] == "without its kernel the model's recurrence runs token by token"
     sizes, frozen = answer["sizes"]
     assert sum(sizes) > 128 * 32
