@@ -17,7 +17,14 @@ from autotune.problem.job import Script, ScriptProfile
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.console import train_with
-from autotune.results.export import FORMATS, environment_of, export_record, export_store, training_arguments
+from autotune.results.export import (
+    FORMATS,
+    environment_of,
+    export_record,
+    export_store,
+    training_arguments,
+    usage_lines,
+)
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY
 from autotune.workers.jit_ops import FOLDER
@@ -220,6 +227,14 @@ def test_what_cannot_be_exported(folder: Path) -> None:
         assert str(caught.value) == message
     with pytest.raises(UserError, match=r"no \.json: name one like NAME\.sbatch"):
         export_store(StudyStore.load("s"), "sbatch", Path("x.json"), None)
+
+
+def test_a_trial_over_the_ceiling_is_exported_with_a_note() -> None:
+    store = study_of(detect("cpu", 2))
+    number = store.start(make_candidate(), load_space("cpu_demo"), VERIFY)
+    measured = Measurement(1.0, 0.01, 5, 8.0, 160.0, store.hardware.ceiling_bytes + 1)
+    store.finish(number, Outcome(OutcomeKind.OK, measurement=measured))
+    assert f"trial {number} cannot win: over by 1 B" in usage_lines("hf", [Path("w.json")], store, number)[-1]
 
 
 def test_a_study_without_a_winner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
