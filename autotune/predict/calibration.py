@@ -71,10 +71,9 @@ def fit(
     """
     mean = np.array([prior.mean for prior in priors])
     precision = np.diag([1 / prior.sigma**2 for prior in priors])
-    prior_mean = mean.copy()
+    prior_mean = mean
     if residuals is None:
         return Posterior(mean, np.linalg.inv(precision), noise)
-    scale = noise
     hessian = precision
     for _ in range(rounds):
         r = residuals(mean)

@@ -583,7 +583,7 @@ class _Breakdowns:
     def _holds_logits(self, at: int, i: int) -> bool:
         """Check that the logits exist at a moment: in forward, and in backward until what forward left is freed."""
         names, activations = self.prepared.memory.moments, self.prepared.memory.terms[ACTIVATIONS][:, i]
-        forward = max((activations[j] for j, name in enumerate(names) if name == "forward"), default=0.0)
+        forward = max(activations[j] for j, name in enumerate(names) if name == "forward")
         return names[at] == "forward" or (names[at] == "backward" and activations[at] >= 0.9 * forward)
 
     def _time(self, i: int) -> dict[str, float]:
@@ -858,7 +858,7 @@ def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
     shape = dense_shape(job.model.config)
     if shape is None:
         return np.full(len(c), MIXED)
-    _, width, vocabulary = shape
+    _, width, vocabulary, _ = shape
     entries = job.element_bytes * c.rows * job.seq_len
     of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.rows * job.seq_len / np.maximum(activations, 1.0))
     of_loss = np.where(entries * vocabulary >= OWN_SEGMENT_BYTES, of_loss, 0.0)

@@ -114,9 +114,8 @@ class DeviceRates:
         if facts is None:  # CPU ranks
             memory, link = CPU_MEMORY_GB_PER_S * 1e9, CPU_LINK_GB_PER_S * 1e9
             return cls(CPU_TFLOPS * 1e12, memory, link, memory, link)
-        flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
-        if precision == "bf16" and not facts.bf16:
-            flops = facts.fp32_tflops
+        in_32_bits = precision == "fp32" or (precision == "bf16" and not facts.bf16)
+        flops = facts.fp32_tflops if in_32_bits else facts.tflops
         # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
         link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
         reached = next(
@@ -451,15 +450,18 @@ def _first(config: Config, names: tuple[str, ...]) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
-def dense_shape(config: Config) -> tuple[int, int, int] | None:
-    """Return (layers, attention width = heads x head size, vocabulary) of a decoder or encoder; None if the keys are unknown."""
+def dense_shape(config: Config) -> tuple[int, int, int, int] | None:
+    """Return (layers, attention width = heads x head size, vocabulary, hidden size) of a decoder or encoder.
+
+    None if the keys are unknown.
+    """
     text = text_config(config)
     layers, hidden, heads = _first(text, _LAYERS), _first(text, _HIDDEN), _first(text, _HEADS)
     vocabulary = text.get("vocab_size")
     if layers is None or hidden is None or heads is None or not isinstance(vocabulary, int):
         return None
     head = text.get("head_dim") or text.get("d_kv") or hidden // heads
-    return layers, heads * head, vocabulary
+    return layers, heads * head, vocabulary, hidden
 
 
 def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
@@ -517,10 +519,9 @@ def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
     """
     text = text_config(config)
     shape = dense_shape(config)
-    hidden = _first(text, _HIDDEN)
-    if shape is None or hidden is None:
+    if shape is None:
         return None
-    layers, attention, vocabulary = shape
+    layers, attention, vocabulary, hidden = shape
     heads = _first(text, _HEADS) or 1
     key_value = text.get("num_key_value_heads") or heads
     projections = hidden * attention * 2 + hidden * (attention // heads * key_value) * 2
@@ -562,29 +563,20 @@ def model_flops_per_token(job: Job) -> float | None:
     shape, parameters = dense_shape(config), matmul_parameters(config, job.task)
     if shape is None or parameters is None:
         return None
-    layers, attention, _ = shape
+    layers, attention, vocabulary, hidden = shape
     times = 4.0 if job.lora else 6.0
     if job.task == SEQ2SEQ:
-        return _flops_of_two_stacks(job, parameters, times)
+        # means of a source token, which the encoder processes, and a target token
+        deep = _first(config, ("num_decoder_layers", "decoder_layers")) or layers
+        one_layer = (parameters - hidden * vocabulary) / layers
+        crossing = 4 * hidden * attention  # projections, for source and target alike
+        products = one_layer * (layers + deep) + crossing * deep + hidden * vocabulary
+        scores = 12.0 * (layers + 2 * deep) * attention * job.seq_len
+        return (times * products + scores) / 2
     tower = _tower_flops(job, times) if job.task == IMAGE_TEXT else 0.0
     if tower is None:
         return None
     return times * parameters + 12.0 * layers * attention * job.seq_len + tower / job.seq_len
-
-
-def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | None:
-    """Return the mean FLOPs of a source token, which the encoder processes, and a target token."""
-    config = job.model.config
-    hidden, shape = _first(config, _HIDDEN), dense_shape(config)
-    if hidden is None or shape is None:
-        return None
-    layers, attention, vocabulary = shape
-    deep = _first(config, ("num_decoder_layers", "decoder_layers")) or layers
-    one_layer = (parameters - hidden * vocabulary) / layers
-    crossing = 4 * hidden * attention  # projections, for source and target alike
-    products = one_layer * (layers + deep) + crossing * deep + hidden * vocabulary
-    scores = 12.0 * (layers + 2 * deep) * attention * job.seq_len
-    return (times * products + scores) / 2
 
 
 def _tower_flops(job: Job, times: float) -> float | None:

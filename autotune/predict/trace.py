@@ -21,7 +21,7 @@ from autotune.predict.trace_cache import (
     RUNS_IT,
     cache_path,
     closed_form_trace,
-    follows_from_shape,
+    dense_decoder,
     known_trace,
     profile_trace,
     traceable,
@@ -126,7 +126,7 @@ def trace_job(
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
-    if sizes is None and not follows_from_shape(job):
+    if sizes is None and dense_decoder(job) is None:
         # A workload's code may need the hidden GPU. For other models, only sizes allow an estimate.
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds, cancelled)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why

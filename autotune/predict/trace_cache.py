@@ -149,11 +149,9 @@ def with_liger(trace: Trace) -> Trace:
         )
 
     checkpointed = trace.checkpointed and one(trace.checkpointed)
-    note = "; ".join(filter(None, [trace.note, _LIGER_NOTE]))
+    rough = f"Liger's kernels are predicted by a rough factor; intervals are {UNTRACED:g} times as wide until a trial"
+    note = "; ".join(filter(None, [trace.note, rough]))
     return dataclasses.replace(trace, plain=one(trace.plain), checkpointed=checkpointed, exact=False, note=note)
-
-
-_LIGER_NOTE = f"Liger's kernels are predicted by a rough factor; intervals are {UNTRACED:g} times as wide until a trial"
 
 
 # -- closed form -------------------------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     counted = sizes is not None
     note = untraced_note(why, counted)
     text = text_config(job.model.config)
-    dense = _dense(job)
+    dense = dense_decoder(job)
     if dense is None:
         if sizes is None or not sizes[0]:
             raise UserError(
@@ -263,19 +261,17 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     )
 
 
-def follows_from_shape(job: Job) -> bool:
-    """Check that the configuration is a dense decoder's, so that it alone determines what the layers keep."""
-    return _dense(job) is not None
+def dense_decoder(job: Job) -> tuple[int, int, int, int, int] | None:
+    """Return (layers, attention width, vocabulary, hidden size, matmul parameters) of a dense decoder; None for others.
 
-
-def _dense(job: Job) -> tuple[int, int, int, int, int] | None:
-    """Return (layers, attention width, vocabulary, hidden size, matmul parameters) of a dense decoder; None for others."""
+    They determine what the layers of a dense decoder keep.
+    """
     text = text_config(job.model.config)
     hidden = text.get("hidden_size", text.get("n_embd"))
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     if shape is None or products is None or not isinstance(hidden, int) or job.task in (SEQ2SEQ, IMAGE_TEXT):
         return None
-    return *shape, hidden, products
+    return *shape[:3], hidden, products
 
 
 def profile_trace(job: Job) -> Trace:

@@ -103,7 +103,7 @@ class Trace:
 
         def restore(value: dict[str, Any]) -> Pass:
             pairs = ("after_forward", "flops", "attention", "operators", "frozen_only")
-            tuples: dict[str, Any] = {name: tuple(value[name]) for name in pairs if name in value}
+            tuples: dict[str, Any] = {name: tuple(value[name]) for name in pairs}
             return Pass(**{**value, **tuples, "moved": tuple(map(tuple, value["moved"]))})
 
         again = data["checkpointed"]

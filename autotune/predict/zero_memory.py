@@ -180,9 +180,8 @@ class Sizes:
         """Return (n,) bytes per element of the optimizer's states. Muon's have the width `momentum`; its Adam steps the rest."""
         follows = self.optimizer.follows_weights & (self.plain | (c.stage > 0))
         share = np.where(follows, c.state_share * self.narrower, 1.0)
-        muon = momentum + 0.0 * share if self.muon_share else 0.0
         adam = _ADAM_BYTES * c.state_share if self.muon_share else self.optimizer.state_bytes * share
-        return np.asarray(self.muon_share * muon + (1 - self.muon_share) * adam)
+        return np.asarray(self.muon_share * momentum + (1 - self.muon_share) * adam)
 
     @classmethod
     def of(cls, job: Job, trace: Trace, device: str) -> Sizes:
