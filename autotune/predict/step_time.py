@@ -285,29 +285,22 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     if hardware.device == "cuda" and not job.plain and not job.torch_alone:  # CPU ranks: `calibration._CPU_QUIRKS`
         step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
+    cores = cores_of(hardware) or np.inf
+    host_rate = min(HOST_MEMORY_GB_PER_S, CORE_GB_PER_S * cores) * 1e9  # bytes per second of a node's main memory
+    # Muon's FLOPs per element of a matrix: five steps of three products with a side of the model's width (deepspeed 0.19.8,
+    # zero/muon/original_muon.py, `zeropower_via_newtonschulz5`). Its Gram iteration takes fewer.
+    muon_flops = 5 * 3 * 2.0 * (_first(text_config(job.model.config), _HIDDEN) or 0)
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
     return {
         "pcie_micro": (leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0)) / rates.pcie,
         "pcie_step": leaves * (width * part + np.where(one, width * part, 0.0)) / rates.pcie,
         "optimizer": (1 - leaves) * elements * step_bytes / rates.memory
-        + sum(muon_sizes(job, trace))
-        * _newton_schulz_flops(job)
-        / np.where(c.stage == 0, 1.0, job.ranks)
-        / rates.flops,
-        "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_memory_rate(hardware),
+        + sum(muon_sizes(job, trace)) * muon_flops / np.where(c.stage == 0, 1.0, job.ranks) / rates.flops,
+        "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_rate,
         "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
         / (NVME_GB_PER_S * 1e9),
     }
-
-
-def _newton_schulz_flops(job: Job) -> float:
-    """Return Muon's FLOPs per element of a matrix: five steps of three products with a side of the model's width.
-
-    Source: deepspeed 0.19.8, zero/muon/original_muon.py, `zeropower_via_newtonschulz5`. Its Gram iteration takes fewer.
-    """
-    text = text_config(job.model.config)
-    return 5 * 3 * 2.0 * (_first(text, _HIDDEN) or 0)
 
 
 def _step_operators(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Floats:
@@ -328,12 +321,6 @@ def cores_of(hardware: Hardware) -> int | None:
     if hardware.threads is not None:
         return hardware.per_node * hardware.threads
     return min(usable_cpus(), hardware.per_node * threads_per_rank(hardware.per_node))
-
-
-def host_memory_rate(hardware: Hardware) -> float:
-    """Return the bytes per second at which the ranks of a node read and write its main memory."""
-    cores = cores_of(hardware)
-    return min(HOST_MEMORY_GB_PER_S, CORE_GB_PER_S * cores if cores else np.inf) * 1e9
 
 
 def _hooks(hardware: Hardware, trace: Trace, c: Columns) -> Floats:
