@@ -10,7 +10,7 @@ from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.problem.space import load_space
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import ENOUGH, Proposer
 from autotune.search.stopping import StopReason
 from autotune.util.units import MIB
 from benchmarks.search.replay import ReplayTable, Row
@@ -46,7 +46,7 @@ def test_ooms_that_were_not_expected_lead_to_the_thriftiest_of_every_stage() -> 
         tried.append(found.candidate)
         proposer.observe(found.candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=32 * MIB))
     assert {one.stage for one in tried[-4:]} == {0, 1, 2, 3}
-    assert len(tried) <= 7
+    assert len(tried) <= ENOUGH + 4
     assert proposer.stopped is not None
     assert proposer.stopped.reason is StopReason.NOTHING_FITS
 
