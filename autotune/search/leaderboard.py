@@ -742,14 +742,11 @@ class StudyFacts:
             named = ", ".join(map(self._named, self.tied[:2])) + (", …" if len(self.tied) > 2 else "")
             lines.append(f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen()}")
         if self.next_best is not None:
-            count = 1 + len(self.tied) + len(self.slower)
-            slowest = max(rival.ratio.times for rival in (*self.slower, *self.tied))
             beyond, ratio = " that is not tied" if self.tied else "", self.next_best.ratio
             then, now = ratio.samples_per_second, self._winner_measured.samples_per_second
             alike = "" if f"{then:.3g}" == f"{now:.3g}" else f": {ratio.speeds}"
             lines.append(
-                f"{format_change(ratio.times - 1)} against the next best{beyond} "
-                f"({self.next_best.candidate}{alike}), {slowest:.1f}x the slowest of {count} measured that fit"
+                f"{format_change(ratio.times - 1)} against the next best{beyond} ({self.next_best.candidate}{alike})"
             )
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)

@@ -116,9 +116,10 @@ from pathlib import Path
 from autotune.executors.machine import Ops
 from autotune.workers.launchers import trial_environment
 from autotune.workers.launchers import ForkLauncher
-server = ForkLauncher(trial_environment("cpu", 1), Path({str(tmp_path / "server.log")!r}), model_type=None, modules=[])
+env, log = trial_environment("cpu", 1), Path({str(tmp_path / "server.log")!r})
+server = ForkLauncher(env, log, model_type=None, modules=[])
 server.open()
-Ops(print).load(server, [{OP!r}], {{}}, Path())
+Ops(print).load(server, [{OP!r}], env, log)
 """
     tuner = subprocess.Popen([sys.executable, "-c", code], env=compiler.environment(tmp_path / "home"))
     wait_until(lambda: compiler.at_work, "a compiler works")
