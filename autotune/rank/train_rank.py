@@ -1,6 +1,7 @@
 """Rank of real training under `autotune launch`: run the user's script to its end under the candidate.
 
-Run as `python -m autotune.rank.train_rank ADDRESS NUMBER`. No fork server starts it.
+Run as `python -m autotune.rank.train_rank ADDRESS NUMBER`, or `become` in a child of the fork server. `autotune launch`
+uses cold starts only.
 
 This process is the user's training. `TrainRank.run` installs the hooks (`rank/hooks/`), then runs the script. A
 training that the user starts without `launch` contains only code of this package that the script itself calls.
@@ -14,11 +15,13 @@ import atexit
 import datetime
 import functools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
@@ -294,6 +297,28 @@ def train(address: str, number: int) -> Any:
 def _exit_status(code: Any) -> int:
     """Return the exit status that the interpreter derives from the argument of `sys.exit`."""
     return code if isinstance(code, int) else int(code is not None)
+
+
+def become(address: str, number: int) -> NoReturn:
+    """Turn this forked child into rank `number` of the group of the parent at `address`, a Unix socket.
+
+    The end resembles that of an interpreter: threads are joined and `atexit` functions run. The process ends by
+    `os._exit`, because the frames below belong to the fork server. Modules are not torn down, so files that they left
+    open are not flushed. After a cold start they are.
+    """
+    for caught, handler in (
+        (signal.SIGINT, signal.default_int_handler),  # KeyboardInterrupt, on which a script may save
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGCHLD, signal.SIG_DFL),
+    ):
+        signal.signal(caught, handler)
+    ignore_user_signals()
+    code = train(address, number)
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as multiprocessing does
+    atexit._run_exitfuncs()
+    exit_process(_exit_status(code))
 
 
 def main() -> None:

@@ -29,8 +29,7 @@ def start(parent: Parent, folder: Path, text: str, *, cold: bool = False, begun:
     job = replace(make_job(1), script=Script((str(script), str(folder / "ds.json")), str(folder)))
     knobs = make_candidate(1, 4, 1).as_dict
     spec = make_spec(folder, job, candidate=knobs, folder=str(own), earlier={}, begun=[*begun], bad=[], convert=False)
-    entry = "autotune.rank.train_rank" if cold else "tests.rank.forked_training"
-    (rank,) = parent.start(entry, spec, cold=cold)
+    (rank,) = parent.start("autotune.rank.train_rank", spec, cold=cold)
     return rank
 
 
