@@ -80,7 +80,7 @@ def test_time_of_a_short_run_is_taken_from_the_next() -> None:
             {"start_seconds": 9.0, "step_seconds": 0.5},
             25.0,
             25.0,
-            "a step takes about 500 ms, and the first run about 10.5 s; use --budget 60s",
+            "a step takes about 500 ms, and the first run about 10.5 s; use --budget 1m",
         ),
         (
             {"start_seconds": 9.0, "step_seconds": 4.0},

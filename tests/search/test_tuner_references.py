@@ -196,7 +196,12 @@ def test_a_winner_that_fsdp2_cannot_train_has_none_and_the_reason_is_said(
         (900, {}, {0: "", 3: ""}),
         (59, {}, {}),
         (900, {"precision": "fp16"}, dict.fromkeys((0, 3), "DeepSpeed's loss scale of fp16 is its own")),
-        (900, {"lora": Lora(8, quantize="nf4")}, {0: "", 3: "4-bit weights are whole on each rank"}),
+        pytest.param(
+            900,
+            {"lora": Lora(8, quantize="nf4")},
+            {0: "", 3: "4-bit weights are whole on each rank"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_references_that_cannot_be_measured_take_no_time_from_the_search(
