@@ -141,7 +141,7 @@ def _shown(param: Any) -> Any:
     return found
 
 
-class _Plain:
+class _WordedHelp:
     """Command or group whose help has words for values, and each argument as its metavar."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -149,7 +149,7 @@ class _Plain:
         return [*map(_shown, super().get_params(ctx))]  # type: ignore[misc]  # of the class beside it
 
 
-class Command(_Plain, TyperCommand):
+class Command(_WordedHelp, TyperCommand):
     """Command with each argument in its usage line."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -157,7 +157,7 @@ class Command(_Plain, TyperCommand):
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if isinstance(one, TyperArgument))]
 
 
-class Group(_Plain, TyperGroup):
+class Group(_WordedHelp, TyperGroup):
     """Group of commands. Without arguments it prints its help, which is no error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -53,9 +53,8 @@ def plans(
     """
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
-    python = ranks_python(
-        request.python, print_line, needed=NAMED_MODEL, optional=True
-    )  # without torch the plan is less exact
+    # without torch the plan is less exact
+    python = ranks_python(request.python, print_line, needed=NAMED_MODEL, optional=True)
     for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
         trace = traces.get(setup.job.precision)
         if trace is None:

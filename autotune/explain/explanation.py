@@ -164,12 +164,8 @@ def _command(training: Training) -> str:
 # -- memory table ------------------------------------------------------------------------------------------------------
 
 _ADAPTER_SHARE = 0.005  # share of the parameters, if a log does not say how large its adapters are
-_SHORT_ROWS = (
-    256,
-    512,
-    1024,
-    2048,
-)  # tokens; the longest that explains what was seen is assumed if a log does not tell
+# tokens of a row, if a log does not tell: the longest that explains what was seen is assumed
+_SHORT_ROWS = (256, 512, 1024, 2048)
 _WORDS = {
     "zero_stage": "ZeRO stage {}",
     CHECKPOINTING: "gradient checkpointing",
