@@ -86,7 +86,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert outcome.measurement.steps >= VERIFY.min_steps
     assert outcome.measurement.phase_seconds["save"] > 0
     folder = Path(outcome.log or "")
-    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"
+    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")]  # nothing is written
 
 
 @pytest.mark.main_path

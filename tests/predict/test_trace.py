@@ -76,7 +76,7 @@ def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(files) == 1
     with monkeypatch.context() as patch:
         patch.setattr(tracing, "_run_tracer", lambda *a: pytest.fail("traced again"))
-        assert trace_job(make_job(ranks=1)) == made, "ranks do not matter to a trace"
+        assert trace_job(make_job(ranks=1)) == made  # ranks do not matter to a trace
         files[0].write_text('{"plain": {}}')
         with pytest.raises(pytest.fail.Exception, match="traced again"):
             trace_job(make_job())
