@@ -131,11 +131,12 @@ class LocalMachine:
 
     def close(self) -> None:
         """Stop the launcher, also one that is still starting."""
-        launchers = (self._begun[1] if self._begun else None, self.opened_launcher)
+        begun, opened = self._begun, self.opened_launcher
         self._begun = self.opened_launcher = None
-        for launcher in launchers:
-            if launcher is not None:
-                launcher.close()
+        if begun:
+            begun[1].close()
+        if opened:
+            opened.close()
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
@@ -196,9 +197,10 @@ class Ops:
             self._print_line(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
         server = launcher if isinstance(launcher, ForkLauncher) and not launcher.cold else None
         fork_safe, missing = True, new
-        if server:
-            asked = new if server is self._server else [*self._names, *new]  # another server loaded the earlier ops
-            fork_safe, missing = self._load(server, asked) if asked else (True, [])
+        if server and server is not self._server:  # another one loaded the earlier ops
+            fork_safe, missing = self._load(server, [*self._names, *new])
+        elif server and new:
+            fork_safe, missing = self._load(server, new)
         if missing:
             made = ForkLauncher(
                 env, log, cancelled=cancelled, python=python, contained=False, model_type=None, modules=[]

@@ -65,9 +65,9 @@ def test_loading_is_not_worth_a_line_and_its_seconds_are_the_budgets() -> None:
 
 def test_a_server_is_asked_once_and_its_successor_for_all() -> None:
     ops, server, next_server = Ops(lambda text: None), Server([]), Server([])
-    for names in (["CPUAdamBuilder"], ["CPUAdamBuilder"], ["CPUAdamBuilder", "AsyncIOBuilder"]):
+    for names in ([], ["CPUAdamBuilder"], ["CPUAdamBuilder"], ["CPUAdamBuilder", "AsyncIOBuilder"]):
         ops.load(server, names, {}, Path())
-    assert server.asked == [["CPUAdamBuilder"], ["AsyncIOBuilder"]]
+    assert server.asked == [[], ["CPUAdamBuilder"], ["AsyncIOBuilder"]]
     ops.load(next_server, [], {}, Path())
     assert next_server.asked == [["CPUAdamBuilder", "AsyncIOBuilder"]]
 

@@ -123,11 +123,9 @@ def test_a_preloaded_module_that_wakes_cuda_or_starts_a_thread_is_found(cuda: Cu
 def test_tuner_and_tracer_leave_cuda_to_ranks(cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole call. torch of this environment may know no CUDA: then the ranks fail, which is not what is asked here."""
     command = [sys.executable, "-m", "autotune", "run", "--model", "tiny-llama", "--device", "cuda", "--gpus", "1"]
-    command += ["--seq-len", "32", "--global-batch-size", "2", "--max-trials", "1", "--budget", "90s"]
-    (tmp_path / "space.yaml").write_text(
-        "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1]}"
-    )  # builds no op
-    command += ["--space", "space.yaml", "--study", "s"]
+    command += "--seq-len 32 --global-batch-size 2 --max-trials 1 --budget 90s --space space.yaml --study s".split()
+    builds_no_op = "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1]}"
+    (tmp_path / "space.yaml").write_text(builds_no_op)
     cuda.log = tmp_path / "runs" / "s" / "cuda.log"  # a contained fork server writes there alone
     os.makedirs(cuda.log.parent)
     monkeypatch.setenv(CUDA_LOG, str(cuda.log))
