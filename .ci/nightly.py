@@ -38,7 +38,6 @@ PARTS = {
         "benchmarks/reliability/flakes.py",
         "--runs",
         "3",
-        "--anew",
         "--json",
         "build/nightly/flakes.json",
     ],

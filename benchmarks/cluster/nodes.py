@@ -3,7 +3,7 @@
 Two nodes of this machine (node_grounds.py), one CPU rank on each, over ssh, Slurm and Ray. Two questions: how soon after a
 failure in a trial the ranks of the next one are ready, with nothing left and no outcome lost; and what a trial over each
 transport takes more than the same ranks here. "Beyond" counts from when a failure was noticed, and what was killed or cut was
-back. It goes on with the failures of FILE, and names what this machine does not allow.
+back. What this machine does not allow is named.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,8 +30,7 @@ from autotune.executors.base import MeasureSpec
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Outcome
 from benchmarks.cluster.node_grounds import FAILURES, GROUNDS, JOB, ONE, SPACE, Ground, Unavailable
-from benchmarks.common import CANNOT_RUN, command_line, parse, print_table, write_json
-from benchmarks.reliability.flakes import earlier_runs
+from benchmarks.common import CANNOT_RUN, command_line, parse, print_table, tree, write_json
 from benchmarks.trials.ranks import opened
 
 QUICK = MeasureSpec(min_steps=2, max_steps=3, min_seconds=0.0)
@@ -183,12 +181,10 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=20, help="of each failure, and of trials over each transport")
     parser.add_argument("--only", default="", metavar="NAME[=COUNT],…", help=f"of {', '.join(FAILURES)}, {OVERHEAD}")
-    parser.add_argument("--anew", action="store_true", help="do not go on with the failures of the file")
     arguments = parse(parser, count=1, only=f"rank,{OVERHEAD}")
     counts = wanted(parser, arguments.only, arguments.count)
-    tree = subprocess.run(["git", "rev-parse", "HEAD:autotune"], capture_output=True, text=True).stdout.strip()[:10]
-    same = {"what": "nodes", "cores": os.cpu_count(), "tree": tree}
-    each: Rows = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
+    same = {"cores": os.cpu_count(), "tree": tree("autotune")}
+    each: Rows = []
     left_out: dict[str, str] = {}
 
     def add(rows: Rows) -> None:

@@ -44,7 +44,6 @@ from autotune.search.tuner import Tuner
 from autotune.util.units import MIB
 from benchmarks.common import command_line, parse, print_table, tree, write_json
 from benchmarks.reliability.fault_ground import Found, Ground
-from benchmarks.reliability.flakes import earlier_runs
 from benchmarks.reliability.planting import SPACE, WEIGHTS, Planter, lost
 from benchmarks.reliability.stricken import CALLS, TRAININGS, stricken_calls, stricken_training
 from benchmarks.trials.ranks import LocalExecutor
@@ -175,6 +174,14 @@ def summary(each: list[dict[str, Any]]) -> dict[str, Any]:
         )
     violations = [found for row in each for found in row["violations"]]
     return {"faults": len(planted), "violations": len(violations), "kinds": rows, "violated": violations}
+
+
+def earlier_runs(path: Path | None, same: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs written in a file, where they are of the same."""
+    if path is None or not path.exists():
+        return []
+    known = json.loads(path.read_text())
+    return list(known["each"]) if {name: known.get(name) for name in same} == same else []
 
 
 def main() -> None:

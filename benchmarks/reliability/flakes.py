@@ -2,20 +2,15 @@
 
     python benchmarks/reliability/flakes.py --runs 20 --beside --json benchmarks/results/flakes.json
 
-`--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to; `--beside`
-has two runs beside each other, each of which is the other's load; without either the machine's other work is the load. Each run
-has the mean load average beside it, its own workers included. A run that fails is written down with its seed and its output,
-and the next one starts: nothing is tried again.
-
-Twenty runs take hours. A later call with the same `--json` goes on with the runs that are written there, if they are of the
-same code and tests; `--anew` begins again.
+`--beside` has two runs beside each other, each of which is the other's load; without it the machine's other work is the load.
+Each run has the mean load average beside it, its own workers included. A run that fails is written down with its seed and its
+output, and the next one starts: nothing is tried again. Twenty runs take hours.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
 import shlex
@@ -26,7 +21,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +32,6 @@ from benchmarks.common import print_table, tree, write_json
 
 ROOT = Path(__file__).parents[2]
 FAST = ["tests/util/test_units.py", "tests/problem/test_outcome.py", "tests/workers/test_protocol.py"]
-BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))\n"
 RUN_SECONDS = 3600  # a run that takes longer hangs
 
 
@@ -51,18 +44,6 @@ def test_command() -> list[str]:
     said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     _, *words = shlex.split(said.stdout.strip().splitlines()[-1])
     return [sys.executable, *words]
-
-
-@contextlib.contextmanager
-def load(processes: int) -> Iterator[None]:
-    """So many processes that do nothing but burn a core each."""
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def run_once(command: list[str], seed: int, log: Path) -> dict[str, Any]:
@@ -86,12 +67,12 @@ def run_once(command: list[str], seed: int, log: Path) -> dict[str, Any]:
             failures.append(f"{case.get('classname')}::{case.get('name')}")
         skipped += case.find("skipped") is not None
     if code != 0 and not failures:
-        failures = [f"the run itself: {'no end' if code is None else f'exit code {code}'}"]
+        failures = [f"the run itself: exit code {code}"]  # None: no end
     return {
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "load_average": round(statistics.fmean(averages), 1),
-        "passed": len({(case.get("classname"), case.get("name")) for case in cases}) - len(set(failures)) - skipped,
+        "passed": len(cases) - len(failures) - skipped,
         "failed": len(failures),
         "skipped": skipped,
         "failures": failures,
@@ -106,44 +87,32 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "runs_without_a_failure": sum(not run["failures"] for run in runs),
         "seconds_median": statistics.median(seconds),
         "seconds_max": max(seconds),
-        "load_average_min": min((run["load_average"] for run in runs if "load_average" in run), default=None),
+        "load_average_min": min(run["load_average"] for run in runs),
         "failures": dict(Counter(name for run in runs for name in run["failures"])),
     }
-
-
-def earlier_runs(path: Path | None, same: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs written in a file, where they are of the same."""
-    if path is None or not path.exists():
-        return []
-    known = json.loads(path.read_text())
-    return list(known["each"]) if {name: known.get(name) for name in same} == same else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--load", action="store_true", help="two busy processes beside the tests")
     parser.add_argument("--beside", action="store_true", help="two runs at a time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="one run of a few fast tests")
-    parser.add_argument("--anew", action="store_true", help="do not go on with the runs of the file")
     arguments = parser.parse_args()
     if arguments.runs < 1:
         parser.error("--runs: at least 1")
     command = test_command() + (FAST if arguments.small else [])
     folder = Path(tempfile.mkdtemp(prefix="flakes-"))
-    what = "`make test`" if not arguments.small else "a few fast tests"
-    same = {"what": what, "cores": os.cpu_count(), "tree": tree("autotune", "tests", "search_spaces")}
-    busy = 2 if arguments.load else 0
-    runs = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
+    same = {"cores": os.cpu_count(), "tree": tree("autotune", "tests", "search_spaces")}
+    runs: list[dict[str, Any]] = []
 
     def one(number: int) -> dict[str, Any]:
         return run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log")
 
-    with load(busy), ThreadPoolExecutor(2 if arguments.beside else 1) as pool:
-        numbers = range(len(runs), 1 if arguments.small else arguments.runs)
-        for number, run in enumerate(pool.map(one, numbers), start=len(runs)):
-            runs.append({**run, "busy_processes": busy})
+    with ThreadPoolExecutor(2 if arguments.beside else 1) as pool:
+        numbers = range(1 if arguments.small else arguments.runs)
+        for number, run in enumerate(pool.map(one, numbers)):
+            runs.append(run)
             write_json(arguments.json, {**same, **summary(runs), "each": runs})
             print(
                 f"run {number + 1}: {run['passed']} passed, {run['failed']} failed, {run['skipped']} skipped in "

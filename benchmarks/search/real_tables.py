@@ -5,8 +5,9 @@ Every candidate of a small space is trained in fresh ranks as torchrun starts th
 another order, without any part of autotune in them; a candidate whose two measurements differ by more than a tenth gets a
 third, and the median counts. Memory is the peak that a rank really had; the table's capacity is drawn at a share of those
 peaks, and what is above ran out of memory. One candidate of each table is also trained by torchrun itself: `by torchrun` is
-its speed over the table's. The tables go to `benchmarks/data/landscapes_real`, and `search.py` replays them. Those that are
-there and were not named are left as they are.
+its speed over the table's. The tables go to `benchmarks/data/landscapes_real`, those of shares of checkpointed layers to
+`landscapes_shares`, and `search.py` replays them. `gain of shares` is the best speed over the best with all layers checkpointed
+or none. Tables that are there and were not named are left as they are.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ from benchmarks.trials.ranks import (
     torchrun_words,
 )
 
-OUT = HERE / "data" / "landscapes_real"
 AGREE = 1.1  # two measurements of one candidate
 ENDLESS = 10**6  # steps: a rank ends once it was timed
 PROBE_SECONDS = 300.0
@@ -59,6 +59,7 @@ STAGES: dict[str, Any] = {"zero_stage": [0, 1, 2, 3]}
 BUCKETS: dict[str, Any] = {"reduce_bucket_size": [200_000, 5_000_000], "overlap_comm": [False, True]}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": ["none", "cpu"]}
 CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": [False, True]}
+SHARES: dict[str, Any] = {"activation_checkpointing": [False, 0.25, 0.5, 0.75, True], "zero_stage": [1, 2]}
 
 
 def llama(hidden: int, layers: int, **more: int) -> dict[str, Any]:
@@ -114,6 +115,7 @@ class Recipe:
     lora: int | None = None
     fits: float = 0.8  # share of candidates at or under the capacity
     config: dict[str, Any] = field(default_factory=dict)  # of a script
+    folder: str = "landscapes_real"  # of benchmarks/data
 
     @property
     def batch(self) -> int:
@@ -123,6 +125,11 @@ class Recipe:
         sizes = {"train_micro_batch_size_per_gpu": list(self.micro_batches)}
         steps = {"gradient_accumulation_steps": sorted({self.rows_per_rank // size for size in self.micro_batches})}
         return yaml.safe_dump({"name": self.name, "knobs": {**STAGES, **sizes, **steps, **self.knobs}}, sort_keys=False)
+
+
+def with_shares(name: str, model: dict[str, Any], ranks: int) -> Recipe:
+    """A table whose capacity lies between the peaks of all layers checkpointed and of none."""
+    return Recipe(name, model, ranks, SHARES, (1, 2), 2, seq_len=256, fits=0.6, folder="landscapes_shares")
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
@@ -143,6 +150,9 @@ RECIPES = {
         Recipe("mixtral_1xcpu", MIXTRAL, 1, OFFLOAD, (1, 4, 8), seq_len=48, fits=0.8),
         Recipe("images-script_1xcpu", {}, 1, OFFLOAD, (1, 2, 4, 8, 16), 16, config=PLAIN),
         Recipe("encoder-script_2xcpu", {}, 2, OFFLOAD, (1, 4, 16), 16, config=PLAIN, fits=0.7),
+        with_shares("llama-shares_1xcpu", llama(256, 12), 1),
+        with_shares("gpt2-shares_2xcpu", {**GPT2, "n_layer": 8}, 2),
+        with_shares("gemma-shares_2xcpu", {**GEMMA, "num_hidden_layers": 8}, 2),
     )
 }
 
@@ -182,7 +192,7 @@ def words(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, steps: i
         (folder / "ds.json").write_text(json.dumps(config))
         return [*script_words(recipe, folder / "ds.json"), "--steps", str(steps)]
     adapters = ["--lora", str(recipe.lora)] if recipe.lora else []
-    checkpointing = ["--checkpointing"] if candidate.checkpointing else []
+    checkpointing = ["--checkpointing", str(candidate.checkpointed_share)]
     return [*plain_words(job, config, steps, folder), "--task", recipe.task, *adapters, *checkpointing]
 
 
@@ -324,6 +334,7 @@ def described(path: Path) -> dict[str, Any]:
     table = load_replay_table(path)
     kinds = [row.kind for row in table.rows.values()]
     steps = [row.step_seconds for row in table.rows.values() if row.step_seconds]
+    whole = [row.step_seconds for c, row in table.rows.items() if row.step_seconds and c.checkpointed_share in (0, 1)]
     return {
         "table": path.name,
         "candidates": len(kinds),
@@ -331,6 +342,7 @@ def described(path: Path) -> dict[str, Any]:
         "measurements": table.facts["measurements"],
         "slowest / fastest": max(steps) / min(steps),
         "within 5 %": sum(step <= min(steps) / 0.95 for step in steps),
+        "gain of shares": min(whole) / min(steps),
         "measured twice, ratio": table.facts["slowest over fastest of a candidate, median"],
         "by torchrun": table.facts["by torchrun"],
     }
@@ -352,12 +364,13 @@ def main() -> None:
     names = arguments.names or (["lora-bf16_1xcpu"] if arguments.small else list(RECIPES))
     names = [] if arguments.described else names
     with tempfile.TemporaryDirectory() as scratch:
-        out = arguments.out or (Path(scratch) if arguments.small else OUT)
+        out = Path(scratch) if arguments.small else arguments.out
+        folders = {name: out or HERE / "data" / recipe.folder for name, recipe in RECIPES.items()}
         rows = []
         for name in names:
-            rows.append(record(RECIPES[name], out, arguments.rounds, arguments.candidates, arguments.steps))
+            rows.append(record(RECIPES[name], folders[name], arguments.rounds, arguments.candidates, arguments.steps))
             print(rows[-1], flush=True)
-        others = [out / name for name in RECIPES if name not in names]
+        others = [folder / name for name, folder in folders.items() if name not in names]
         rows += [described(path) for path in others if path.with_suffix(".json").exists()]
     print_table("recorded from real DeepSpeed on CPU ranks", rows)
     write_json(arguments.json, rows)

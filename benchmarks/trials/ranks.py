@@ -172,7 +172,8 @@ def train_plainly(
             *words,
             "--warmup",
             str(warmup),
-            *(["--checkpointing"] if checkpointing else []),
+            "--checkpointing",
+            str(int(checkpointing)),
         ]
         env = {**plain_environment(device, job.ranks), **(variables or {})}
         done = run_limited(command, seconds, env=env)

@@ -29,7 +29,7 @@ parser.add_argument("model_config")
 parser.add_argument("seq_len", type=int)
 parser.add_argument("steps", type=int)
 parser.add_argument("--warmup", type=int, default=5, help="how many of the steps are not counted")
-parser.add_argument("--checkpointing", action="store_true")
+parser.add_argument("--checkpointing", type=float, default=0, help="share of the layers")
 parser.add_argument("--precision", default="fp32")
 parser.add_argument("--task", choices=HEADS, default="causal-lm")
 parser.add_argument("--lora", type=int, help="rank of the adapters on every linear layer")
@@ -48,6 +48,11 @@ if arguments.lora:
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
 if arguments.checkpointing:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [
+        one for one in model.modules() if isinstance(one, transformers.modeling_layers.GradientCheckpointingLayer)
+    ]
+    for layer in layers[round(arguments.checkpointing * len(layers)) :]:
+        layer.gradient_checkpointing = False
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 zero = config.get("zero_optimization", {})
 if "optimizer" in config:
