@@ -34,7 +34,6 @@ from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
-from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, WayPlan
 from autotune.search.sampler import FeasibleSampler
 from autotune.util.units import parse_share
@@ -55,7 +54,7 @@ def plans(
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     # without torch the plan is less exact
     python = ranks_python(request.python, print_line, needed=NAMED_MODEL, optional=True)
-    for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
+    for setup in plan_setups(request, gpus, python):
         trace = traces.get(setup.job.precision)
         if trace is None:
             _announce_trace(setup, print_line)
@@ -90,27 +89,6 @@ def _announce_trace(setup: PlanSetup, print_line: Callable[[str], None]) -> None
         return
     if known_trace(with_runnable_attention(job), device=setup.hardware.device) is None:
         print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
-
-
-_PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: fine-tuning commonly has 0.1 to 0.5 million
-
-
-def with_plausible_batch(setup: PlanSetup, request: Request) -> PlanSetup:
-    """Return the setup with a global batch of about 262,144 tokens per step, a power of two of sequences per rank.
-
-    Return it unchanged if the request or the user's config says something of the batch, or the space cannot make such a batch.
-    """
-    job = setup.job
-    if request.global_batch_size is not None or job.global_batch_size is not None:
-        return setup
-    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.data_ranks)
-    job = dataclasses.replace(job, global_batch_size=job.data_ranks * 2 ** max(0, round(math.log2(share))))
-    space = load_space(request.space or "default")
-    try:
-        space.rungs(job)
-    except UserError:
-        return setup
-    return dataclasses.replace(setup, job=job, space=fitted(space, job, setup.hardware).space, batch_assumed=True)
 
 
 def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -179,10 +180,11 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
     setups = []
     for name in gpus:
         hardware = _planned_hardware(name, request)
-        job = _named_job(request, hardware, interpreter)
+        own, space = _named_job(request, hardware, interpreter), load_space(request.space or "default")
+        job = with_plausible_batch(own, space, request)
         if job.precision == "bf16" and not hardware.bf16:
             raise UserError(f"{hardware.name} has no bf16. Use --precision fp16.")
-        space = fitted(load_space(request.space or "default"), job, hardware).space
+        space = fitted(space, job, hardware).space
         faults = [f"{one.describe(installed_deepspeed(interpreter))}: left out" for one in space.faults]
         known = price_table().get(hardware.facts or "")
         setups.append(
@@ -195,6 +197,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
                 price=known,
                 host_assumed=name is not None and request.host_memory is None,
                 precision_typed=request.precision is not None,
+                batch_assumed=job is not own,
             )
         )
     return setups
@@ -246,6 +249,8 @@ def _tuned_model(
     """Return the job of a named model or a workload, the space fitted to it, and lines for display."""
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware, interpreter)
+    if hardware.device == "cuda":
+        job = with_plausible_batch(job, space, request)
     _whole_sequences(job, request.ds_config)
     for option, value in (("--lora", job.lora), ("--attn", job.attention), ("--loss", job.loss)):
         if package := missing_package(value, interpreter):
@@ -506,12 +511,34 @@ def kept_batch(asked: str | None, config: dict[str, Any], ranks: int, file: Path
     return batch
 
 
+_PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: fine-tuning commonly has 0.1 to 0.5 million
+
+
+def with_plausible_batch(job: Job, space: SearchSpace, request: Request) -> Job:
+    """Return the job with a global batch of about 262,144 tokens, a power of two of sequences per rank.
+
+    Return it unchanged if the request or the user's config says something of the batch, or the space cannot make such a batch.
+    """
+    if request.global_batch_size is not None or job.global_batch_size is not None:
+        return job
+    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.data_ranks)
+    plausible = dataclasses.replace(job, global_batch_size=job.data_ranks * 2 ** max(0, round(math.log2(share))))
+    try:
+        space.rungs(plausible)
+    except UserError:
+        return job
+    return plausible
+
+
 def batch_note(asked: str | None, job: Job, file: Path | None) -> list[str]:
     """Return a note if a batch is kept that was not typed, with its origin."""
-    if asked is not None or job.global_batch_size is None or file is None:
+    if asked is not None or job.global_batch_size is None:
         return []
-    _, words = global_batch_of(job.base_config, job.ranks)
-    return [f"global batch {job.global_batch_size} is kept from {file} ({words}); --global-batch-size {FREE} tunes it"]
+    batch, words = global_batch_of(job.base_config, job.ranks)
+    origin = "assumed"
+    if batch is not None:
+        origin = f"kept from {file} ({words})"
+    return [f"global batch {job.global_batch_size} is {origin}; --global-batch-size {FREE} tunes it"]
 
 
 # -- seq len -----------------------------------------------------------------------------------------------------------

@@ -22,11 +22,19 @@ def test_kernels_that_are_not_installed_are_left_out_once() -> None:
 
 
 def test_a_plan_needs_no_package_of_the_ranks_and_a_run_does() -> None:
-    asked: list[dict[str, str]] = [{"attention": "flash_attention_2"}, {"loss": "liger"}]
-    for one in asked:
-        (setup,) = plan_setups(Request(model="tiny-llama", precision="bf16", **one), ["h100"], OWN)
+    for one in ("attention", "flash_attention_2"), ("loss", "liger"):
+        request = Request(model="tiny-llama", precision="bf16", **dict([one]))
+        (setup,) = plan_setups(request, ["h100"], OWN)
         with pytest.raises(UserError, match=r"needs the package (flash_attn|liger_kernel)"):
-            _tuned_model(Request(model="tiny-llama", precision="bf16", **one), setup.space, setup.hardware, OWN)
+            _tuned_model(request, setup.space, setup.hardware, OWN)
+
+
+def test_without_a_batch_plan_and_run_assume_the_same_and_run_says_it() -> None:
+    request = Request(model="tiny-llama", precision="bf16")
+    (setup,) = plan_setups(request, ["h100"], OWN)
+    job, _, [line, *_] = _tuned_model(request, setup.space, setup.hardware, OWN)
+    assert job.global_batch_size == setup.job.global_batch_size == 128
+    assert line == "global batch 128 is assumed; --global-batch-size free tunes it"
 
 
 def test_adapters_without_peft_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
