@@ -165,15 +165,10 @@ class StudyStore:
                     "choose another --study, or --force to go on with it"
                 )
             store._append("forced", {"at": now(), "differences": changed})
-        if before != (known := merged_fingerprint(before, mark)):
-            store._set("fingerprint", known)
-        if store.attributes.get("space") != space.text:
-            store._set("space", space.text)
-        if store.study.metric_names is None:  # made by an earlier version
-            _name_metric(store.study)
+        store._set("fingerprint", merged_fingerprint(before, mark))
+        store._set("space", space.text)
+        store._set("python", python)
         store.note_hardware(hardware)
-        if store.attributes.get("python") != python:
-            store._set("python", python)
         return store, True
 
     @classmethod
@@ -306,10 +301,12 @@ class StudyStore:
 
     def peers(self) -> list[str]:
         """Return the peer tuners that run trials now."""
-        return sorted({record.tuner for record in self.news(())[1] if record.tuner is not None})
+        return sorted({record.tuner for record in self.running_elsewhere() if record.tuner is not None})
 
     def _set(self, key: str, value: Any) -> None:
-        set_attribute(self.study, key, value)
+        """Store an attribute unless it is already stored."""
+        if self.attributes.get(key) != value:
+            set_attribute(self.study, key, value)
 
     def _append(self, key: str, value: Any) -> None:
         self._set(key, [*self.attributes.get(key, []), value])
@@ -459,18 +456,10 @@ class StudyStore:
     def _running(self) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
-    def news(self, known: Container[int]) -> tuple[list[Record], list[Record]]:
-        """Return trials of peer tuners on a shared study, after closing trials of dead tuners.
-
-        Args:
-            known: numbers of trials that are left out of the result.
-
-        Returns:
-            Ended trials, and running trials.
-        """
+    def running_elsewhere(self) -> list[Record]:
+        """Return the running trials of peer tuners on a shared study, after closing trials of dead tuners."""
         self.close_interrupted()
-        found = [one for one in self.records() if one.tuner != self.tuner and one.number not in known]
-        return [one for one in found if one.outcome is not None], [one for one in found if one.outcome is None]
+        return [one for one in self.records() if one.outcome is None and one.tuner != self.tuner]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -565,7 +554,7 @@ class StudyStore:
 
     def note_set_aside(self, numbers: list[int]) -> None:
         """Store the numbers of trials outside the space of this call."""
-        if numbers != self.attributes.get(_SET_ASIDE, []):
+        if numbers or self.set_aside:
             self._set(_SET_ASIDE, numbers)
 
     def note_extensions(self, folder: str) -> None:

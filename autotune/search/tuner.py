@@ -38,7 +38,7 @@ from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, reference_nam
 from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
 from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
+from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
 from autotune.util.units import counted, format_bytes, format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
@@ -326,22 +326,41 @@ class TrialRecorder:
         about = (self.proposer.hardware, self.proposer.job, self._candidates, self._began)
         self.leaderboard = self.store.leaderboard(*about)
 
+    def _gained(self) -> list[tuple[Record, Outcome]]:
+        """Return the ended trials that the list has gained, of whichever tuner."""
+        ended = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
+        gained = [(record, outcome) for record, outcome in ended if record.number not in self.known]
+        self.known.update(record.number for record, _ in gained)
+        return gained
+
     def replay_study(self) -> None:
         """Learn the outcomes of the study's earlier calls."""
         self._began = len(self.store.study.get_trials(deepcopy=False))
         self._look()
-        known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
-        fixable = fixable_trial_numbers(self.store, known)
-        self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
+        gained = self._gained()
+        self.certifier = Certifier.of(self.proposer.job, [record for record, _ in gained])
+        worked = [self.leaderboard.call(record) for record, outcome in gained if outcome.ok]
+        # until some call has a success, the user may have fixed the machine or the job between two calls
+        first_success = min(worked, default=-1.0 if self.store.peers() else math.inf)
         latest = 0
-        for record, outcome in known:
+        for record, outcome in gained:
             call = self.leaderboard.call(record)
             if call > latest:  # a speed of an earlier call is that of a machine that may have been slower
                 self.proposer.begin_call()
             latest = max(call, latest)
-            self.known.add(record.number)
-            self._replay_outcome(record, outcome, record.number in fixable)
+            self._learn(record, outcome, outcome.kind.may_be_fixed_between_calls and call < first_success)
         self.proposer.begin_call()
+        self._drop_losers()
+
+    def catch_up(self) -> None:
+        """Show and learn the outcomes of this tuner and its peers since the last time."""
+        gained = self._gained()
+        if not gained:
+            return
+        self._look()
+        for record, outcome in gained:
+            self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
+            self._learn(record, outcome)
         self._drop_losers()
 
     def save_call(self, stop_sentence: str = "", confidence: str = "") -> float:
@@ -356,17 +375,9 @@ class TrialRecorder:
 
     def poll_peers(self) -> None:
         """Learn outcomes of peer tuners since the last poll."""
-        if not self.store.shared:
-            return
-        ended, self.running_elsewhere = self.store.news(self.known)
-        self.known.update(record.number for record in ended)
-        if ended:
-            self._look()
-        for record in ended:
-            assert record.outcome is not None
-            self.observer.trial_finished(record.number, record.candidate, record.role, record.outcome)
-            self._replay_outcome(record, record.outcome)
-            self._drop_losers()
+        if self.store.shared:
+            self.running_elsewhere = self.store.running_elsewhere()
+            self.catch_up()
 
     def claim(self, candidate: Candidate, note: str) -> int | None:
         """Store that a trial of the search begins; return its number, None if a peer tuner is trying the candidate."""
@@ -396,32 +407,26 @@ class TrialRecorder:
         outcome = downgrade_first_failure(candidate, outcome, limited, self.proposer, self.workers)
         outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
-        self.known.add(number)
-        self._look()
-        self.observer.trial_finished(number, candidate, role, outcome)
+        self.catch_up()
         self.save_call()
-        self._learn(Record(number, candidate, outcome, role, tuner=self.store.tuner), outcome)
-        self._drop_losers()
         self._attribute_failure(candidate, outcome)
         return outcome
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def _replay_outcome(self, record: Record, outcome: Outcome, fixable: bool = False) -> None:
-        """Learn an outcome of an earlier call or a peer.
+    def _learn(self, record: Record, outcome: Outcome, fixable: bool = False) -> None:
+        """Teach the proposer an outcome.
 
         An OOM on a machine with clearly less memory (`Hardware.outgrew`), or a failure that is `fixable` (between calls),
-        excludes nothing.
+        excludes nothing. Nor does a trial that was too slow for a shorter budget of another call.
         """
-        if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
-            fixable |= outcome.seconds < TRIAL_SHARE * self.budget.left_seconds
-        if not (fixable or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
-            self._learn(record, outcome)
-        elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
-            self.proposer.observe(record.candidate, outcome, outdated=True)
-
-    def _learn(self, record: Record, outcome: Outcome) -> None:
         candidate, proposer = record.candidate, self.proposer
+        if outcome.least_step_seconds is not None and record.tuner != self.store.tuner:
+            fixable |= outcome.seconds < TRIAL_SHARE * self.budget.left_seconds
+        if fixable or proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes):
+            if outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
+                proposer.observe(candidate, outcome, outdated=True)
+            return
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             proposer.allow_longer(candidate, outcome)
         if outcome.source is Source.TRACE:
@@ -743,31 +748,6 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
         return ""
     they, are = counted(len(outside), "measured candidate"), "is" if len(outside) == 1 else "are"
     return f"{they} {are} not in this call's space: what they taught counts, and they cannot win"
-
-
-# -- failures fixed between calls --------------------------------------------------------------------------------------
-#
-# Retry failures from before a study's first success, because the user may have fixed the machine or the job since.
-
-_FIXABLE = "forgiven"  # trial numbers
-
-
-def fixable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
-    """Return the numbers of trials whose hangs and crashes the user may have fixed. They no longer exclude candidates.
-
-    A call adds all such failures so far if no trial has succeeded and no peer tuner is active. Later calls keep
-    the list.
-
-    Args:
-        known: the study's ended trials.
-    """
-    numbers: set[int] = set(store.attributes.get(_FIXABLE, ()))
-    if any(outcome.ok for _, outcome in known) or store.peers():
-        return numbers
-    found = numbers | {record.number for record, outcome in known if outcome.kind.may_be_fixed_between_calls}
-    if found != numbers:
-        set_attribute(store.study, _FIXABLE, sorted(found))
-    return found
 
 
 # -- observer ----------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def search(
 ) -> tuple[SearchSummary, ReplayExecutor, StudyStore]:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = store or StudyStore.in_memory(job, hardware, space)
+    store.tuner = f"tuner {len(store.calls())}"  # of one call
     executor = executor or ReplayExecutor(replay_table, seed)
     candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
@@ -252,7 +253,7 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
         assert number is not None
         store.finish(number, outcome)
     proposer = Proposer(list(replay_table.rows), space, predictor)
-    executor = ReplayExecutor(replay_table)
+    executor, store.tuner = ReplayExecutor(replay_table), "of a later call"
     Tuner(store, executor, proposer, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open_candidates) is opened
     assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
