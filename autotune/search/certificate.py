@@ -31,9 +31,6 @@ from autotune.util.units import counted
 # splits and offloads (DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
 LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
-# Adam divides a gradient by its own size, so that the rounding of a gradient near zero shows in the update: 0.1 % between
-# stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
-_LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
@@ -334,8 +331,8 @@ def _check_samples(pair: Pair) -> Certificate | None:
 
 
 def _check_rows(pair: Pair) -> Certificate | None:
-    factor = _rows_factor(*pair.traces, cut=pair.is_cut)
-    if factor is None:
+    factor = rows_factor(*pair.traces, is_cut=pair.is_cut)
+    if factor == 1.0:
         return None
     return _failure(pair, ROWS, *_stage_cause(pair), factor=factor)
 
@@ -558,16 +555,16 @@ def _short_step(pair: Pair) -> int | None:
     return next((at for at, (a, b) in enumerate(zip(*short, strict=True)) if a is not b), None)
 
 
-def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:
-    """Return the ratio of the rows per optimizer step if it is not 1.
+def rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, is_cut: bool = True) -> float:
+    """Return the ratio of the rows per optimizer step; 1 if they are about equal.
 
     Args:
-        cut: the micro-batches differ. A forward of as many rows as before then has packed rows, which are not counted.
+        is_cut: the micro-batches differ. A forward of as many rows as before then has packed rows, which are not counted.
     """
     mine, theirs = (statistics.median(step.rows for step in one.steps) for one in (trace, reference))
-    if not mine or not theirs or (cut and mine * reference.iterations == theirs * trace.iterations):
-        return None
-    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_COARSE_TOLERANCE) else None
+    if not mine or not theirs or (is_cut and mine * reference.iterations == theirs * trace.iterations):
+        return 1.0
+    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_COARSE_TOLERANCE) else 1.0
 
 
 def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float, float] | None:
@@ -640,11 +637,16 @@ def _value(step: TracedStep, name: str) -> float | None:
 
 
 def _least(name: str, *traces: TrainingTrace) -> float:
-    """Return the smallest tolerance of a quantity."""
+    """Return the smallest tolerance of a quantity.
+
+    Adam divides a gradient by its own size, so that the rounding of a gradient near zero shows in the update. In fp32 these
+    differ by 0.1 % between stages 2 and 3, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
+    Updates are therefore compared as in 16 bits.
+    """
     if name == BUFFERS:
         return math.log1p(_COARSE_TOLERANCE)
-    least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in traces)
-    return max(least, _LEAST_OF_UPDATES) if name == UPDATE else least
+    precisions = ["bf16"] if name == UPDATE else [one.precision for one in traces]
+    return max(LEAST_TOLERANCE[precision] for precision in precisions)
 
 
 def _paired(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
@@ -869,8 +871,8 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
         reference: trace of the training's first start.
         trace: trace after a restart, from other weights and rows.
     """
-    rows = _rows_factor(reference, trace, cut=True)
-    if rows is not None:
+    rows = rows_factor(reference, trace)
+    if rows != 1.0:
         return f"it trains on {rows:.3g}x the rows in an optimizer step"
     each = [{step.rates for step in one.counted} for one in (reference, trace)]
     if all(len(rates) == 1 for rates in each):  # a schedule has moved on since
@@ -878,11 +880,6 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
         if (wrong := _wrong_rate(pairs)) is not None:
             return f"its learning rate is {wrong[2]:.3g} instead of {wrong[1]:.3g} at its first start"
     return ""
-
-
-def rows_factor(reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the ratio of the rows per optimizer step; 1 if they are equal, however the step is cut."""
-    return _rows_factor(reference, trace, cut=True) or 1.0
 
 
 def trains_otherwise(job: Job, records: Sequence[Record]) -> Callable[[Candidate], bool]:

@@ -23,16 +23,14 @@ from autotune.util import inquiry
 from autotune.util.interpreter import OWN, Interpreter
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
-BESIDES = "watched_besides"  # names of variables that fingerprints without this key did not record
 # No measurement depends on the tuner's own package. Its version is stored, but it neither names a study nor separates
 # two. The version in study names is the one of all studies that were named with it.
 _TUNERS, _NAMED_BY = "optuna", "5.0.0"
 # Variables of libraries that compute, communicate and allocate, which change a training's speed or memory with any
 # config. The hardware record covers the choice of GPUs.
-_BESIDES = ("DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _WATCHED = (
     *ALLOCATOR_VARIABLES,
-    *_BESIDES,
+    *("DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("LD_PRELOAD", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
 )
 _WATCHED_PREFIXES = (
@@ -76,7 +74,7 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
         **found,
         **({SOURCES: known} if known else {}),
         THREADS: hardware.threads or threads_per_rank(hardware.count),
-        **_watched(),
+        ENVIRONMENT: watched_variables(),
     }
 
 
@@ -110,10 +108,6 @@ def _is_watched(name: str) -> bool:
     return (name in _WATCHED or name.startswith(_WATCHED_PREFIXES)) and not name.startswith(_UNWATCHED_PREFIXES)
 
 
-def _watched() -> dict[str, Any]:
-    return {ENVIRONMENT: watched_variables(), BESIDES: list(_BESIDES)}
-
-
 def measured_under(mark: dict[str, Any]) -> dict[str, str]:
     """Return the study's watched variables in a form that can be shown before a command.
 
@@ -138,7 +132,7 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
     found = {name: (read[name], value) for name, value in values_now(read) if value != read[name]}
     if ENVIRONMENT not in mark:
         return found
-    then, now = (one[ENVIRONMENT] for one in _watched_by_both(mark, _watched()))
+    then, now = _watched(mark)[ENVIRONMENT], watched_variables()
     return found | {
         name: (then.get(name), now.get(name))
         for name in sorted({*then, *now})
@@ -146,17 +140,11 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
     }
 
 
-def _watched_by_both(*marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return two fingerprints without variables that only one of them watched, or that are no longer watched."""
-    one, other = ({*mark.get(BESIDES, ())} for mark in marks)
-    alike = []
-    for mark in marks:
-        kept = {name: value for name, value in mark.items() if name != BESIDES}
-        if ENVIRONMENT in mark:
-            known = mark[ENVIRONMENT].items()
-            kept[ENVIRONMENT] = {name: value for name, value in known if name not in one ^ other and _is_watched(name)}
-        alike.append(kept)
-    return alike
+def _watched(mark: dict[str, Any]) -> dict[str, Any]:
+    """Return a fingerprint without variables that are no longer watched."""
+    if ENVIRONMENT not in mark:
+        return mark
+    return {**mark, ENVIRONMENT: {name: value for name, value in mark[ENVIRONMENT].items() if _is_watched(name)}}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -164,8 +152,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
     variables = differing(*(value_at(mark, (*_PROFILE, READ), {}) for mark in (before, now)))
     before, now = (
-        {**_with_profile(mark, ("version", "attempts", "ops", "seeds", READ)), SOURCES: {}}
-        for mark in _watched_by_both(before, now)
+        {**_with_profile(_watched(mark), ("version", "attempts", "ops", "seeds", READ)), SOURCES: {}}
+        for mark in (before, now)
     )
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}

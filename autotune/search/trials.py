@@ -285,13 +285,7 @@ def _all_of(name: str) -> tuple[Value, ...]:
 #
 # * A candidate that does not fit is PRUNED, with its speed as the value. Optuna's TPE checks feasibility before the state
 #   (`samplers/_tpe/sampler.py`, `_split_trials`), so the sampler is unaffected, and the dashboard's best trial fits.
-# * A candidate that does not fit gets the attribute that the dashboard reads, so that its plots show the trial as
-#   infeasible.
 # * Each trial has flat attributes, which become columns of the dashboard's table.
-
-_CONSTRAINTS = "constraints"  # read by the dashboard and by Optuna before version 5: a list, feasible at 0 or less
-# Optuna adds the list to the named constraints. Samplers sort by the order of sums, which this value does not change.
-_MARK = 1e-9
 
 
 def flat(outcome: Outcome, hardware: Hardware) -> dict[str, Any]:
@@ -325,7 +319,6 @@ def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: H
     for name, value in values.items():
         if name not in known:
             trial.set_constraint(name, value)
-    study._storage.set_trial_system_attr(trial._trial_id, _CONSTRAINTS, [0.0 if fits else _MARK])
     if fits and measured is not None:
         study.tell(trial, measured.samples_per_second)
     else:

@@ -270,20 +270,6 @@ def test_calls_and_a_long_fingerprint_fit_into_any_database(tmp_path: Path) -> N
     assert max(len(json.dumps(value)) for value in store.study.user_attrs.values()) < 65_535
 
 
-def test_a_study_that_has_not_watched_a_variable_is_resumed_under_it_and_knows_it_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DS_PIN_MEMORY_BACKEND", raising=False)
-    store, _ = make_store(tmp_path)
-    store._set("fingerprint", {key: value for key, value in store.fingerprint.items() if key != "watched_besides"})
-    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
-    store, resumed = make_store(tmp_path)
-    assert (resumed, "forced" in store.study.user_attrs) == (True, False)
-    monkeypatch.delenv("DS_PIN_MEMORY_BACKEND")
-    with pytest.raises(UserError, match=r'environment\.DS_PIN_MEMORY_BACKEND: "native" -> null'):
-        make_store(tmp_path)
-
-
 def test_the_database_opens_in_plain_optuna(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     store, _ = StudyStore.create_or_resume("s", url, tmp_path, make_job(), detect("cpu", 2), SPACE)
