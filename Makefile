@@ -106,8 +106,8 @@ lint: setup
 docs: setup  # the site with its generated pages, into build/docs; a missing page or link ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-picture: setup  # the README's, of a new run: two minutes
-	$(BIN)/python docs/making/picture.py --record
+picture: setup  # the README's and the output in the tutorial, of new runs: three minutes
+	$(BIN)/python docs/making/picture.py
 
 # In environments with the frameworks that people fine-tune with, made from environments/*.txt: ENVIRONMENTS, gigabytes.
 ENVIRONMENTS ?= $(CURDIR)/.venvs

@@ -31,7 +31,7 @@ from autotune.commands.removed import removed
 from autotune.commands.request import Request
 from autotune.errors import DisplayedError, ExitCode, NothingFits, ScriptFails
 from autotune.masking import learn_environment
-from autotune.util.streams import folded, lasting_streams
+from autotune.util.streams import lasting_streams
 
 app = typer.Typer(
     cls=Group,
@@ -59,6 +59,7 @@ def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
     shown = begin("reading the job, the machine and the search space", request.as_json)
     from autotune.commands.run import run_study
+    from autotune.results.console import print_lines
 
     request = request.model_copy(update={"command": typed_command()})
     as_json = request.as_json
@@ -71,8 +72,7 @@ def run(request: Request) -> None:
     if as_json:
         emit(summary.to_json())
     else:
-        lines = (*summary.lines, *(f"wrote {path}" for path in summary.files))
-        print(*(folded(line, sys.stdout) for line in lines), sep="\n")
+        print_lines([*summary.lines, *(f"wrote {path}" for path in summary.files)], shown)
     if summary.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -82,26 +82,26 @@ def run(request: Request) -> None:
     epilog=examples(
         "plan --model gemma-2-2b --gpu a100-80gb --gpus 8",
         "plan --model gemma-2-2b --gpus 8 --gpu rtx4090,a100-80gb,h100",
-        "plan job.yaml --json",
+        "plan job.yaml --json --out ds.json",
     ),
 )
 @takes_request
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, and the GPUs needed. Nothing is run."""
     begin("reading the model and the cards", request.as_json)
-    from autotune.commands.plan import fit_surely, plans
-    from autotune.results.plan import comparison_table, show_plan
+    from autotune.commands.plan import plans
+    from autotune.results.plan import fit_surely, plans_json, show_plans, write_config
 
-    names = [one.strip() for one in (request.gpu or "").split(",")]
-    compared = len(names) > 1
-    found = plans(request, [*dict.fromkeys(names)] if compared else [request.gpu], print_line)
+    names = [one.strip() for one in request.gpu.split(",")] if request.gpu else [None]
+    found = plans(request, [*dict.fromkeys(names)], print_line)
     if request.as_json:
-        emit({"plans": [one.to_json() for one in found]} if compared else found[0].to_json())
-    elif compared:
-        comparison_table(found).show(console())
+        emit(plans_json(found, request.whole))
     else:
-        show_plan(found[0], console())
-    if not fit_surely(found, request):
+        show_plans(found, console(), request.whole)
+    if request.out is not None:
+        write_config(found, request.out)
+        print_line(f"wrote {request.out}")
+    if not fit_surely(found, request.sure):
         raise typer.Exit(ExitCode.NOTHING_FITS)
 
 

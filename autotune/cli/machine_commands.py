@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Python, begin, emit, load_numpy, option, print_line
+from autotune.cli.options import Json, Python, begin, console, emit, load_numpy, option, print_line
 from autotune.errors import ExitCode
 
 
@@ -18,12 +18,13 @@ def models(as_json: Json = False) -> None:
 
     found = shipped_models()
     if as_json:
-        facts = {name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()}
-        emit({"models": facts})
+        emit({"models": {name: {"parameters": one.parameters, "source": one.source} for name, one in found.items()}})
         return
     width = max(map(len, found))
     for name, spec in found.items():
-        print(f"{name:{width}} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
+        size = format_count(spec.parameters) if spec.parameters else "tiny"
+        source = spec.source.removeprefix("https://huggingface.co/").partition(",")[0]
+        print(f"{name:{width}} {size:>8}  {source}")
 
 
 def explain(
@@ -42,12 +43,13 @@ def explain(
     """Say why a training failed: what ran out, which tensor asked for it, and the change that helps. Nothing is run."""
     load_numpy()
     from autotune.explain.command import explain_log
+    from autotune.results.console import print_lines
 
     found = explain_log(log, model, gpus, ds_config)
     if as_json:
         emit(vars(found))
     else:
-        print(*found.lines(), sep="\n")
+        print_lines(found.lines(), console())
 
 
 def doctor(

@@ -38,7 +38,7 @@ def show(
 ) -> None:
     """Show the trials of a study with their outcomes, and the winner."""
     load_numpy()
-    from autotune.results.console import record_json, show_study, study_json, trial_lines
+    from autotune.results.console import print_lines, record_json, show_study, study_json, trial_lines
     from autotune.search.study import StudyStore
 
     store = StudyStore.load(study, storage)
@@ -47,7 +47,7 @@ def show(
         if as_json:
             emit(record_json(record))
         else:
-            print(*trial_lines(store, record), sep="\n")
+            print_lines(trial_lines(store, record), console())
     elif as_json:
         emit(study_json(store))
     else:
@@ -94,17 +94,17 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the winner as a DeepSpeed, accelerate or FSDP2 config, TrainingArguments or a Slurm batch script."""
-    from autotune.results.export import export_store, usage_lines
+    from autotune.results.export import export_store, exported_json
     from autotune.results.output_files import secrets_note
     from autotune.search.study import StudyStore
 
     store = StudyStore.load(study, storage)
     files = export_store(store, style, out, trial)
+    told = exported_json(store, files, style, trial)
     if as_json:
-        emit({"files": [str(path) for path in files]})
+        emit(told)
     else:
-        usage = usage_lines(style, files, store, trial)
-        print(*(f"wrote {path}" for path in files), *secrets_note(files), *usage, sep="\n")
+        print(*(f"wrote {path}" for path in files), *secrets_note(files), *told["lines"], sep="\n")
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------

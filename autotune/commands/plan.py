@@ -36,7 +36,6 @@ from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, WayPlan
 from autotune.search.sampler import FeasibleSampler
-from autotune.util.units import parse_share
 
 
 def plans(
@@ -62,12 +61,6 @@ def plans(
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
-
-
-def fit_surely(made: Iterable[Plan], request: Request) -> bool:
-    """Check that the config of a plan fits with at least the chance of `--sure`."""
-    least = parse_share(request.sure)
-    return any(one.best[0].chance >= least for one in made if one.best)
 
 
 def planned_sampler(request: Request) -> FeasibleSampler:
@@ -117,9 +110,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False
         setup.hardware,
         best,
         tuple(_ways(predictor, candidates, places)),
-        "; ".join(
-            [*setup.faults, *left_out, *predictor.notes(), *_advice(setup.job, setup.hardware, counted.candidate)]
-        ),
+        (*setup.faults, *left_out, *predictor.notes(), *_advice(setup.job, setup.hardware, counted.candidate)),
         tokens=setup.tokens,
         price=setup.price,
         closest=shown[0],
@@ -160,10 +151,8 @@ def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]
         )
     if candidate.offload_optimizer == "cpu" and hardware.device == "cuda" and cores_of(hardware) is None:
         yield (
-            f"an offloaded optimizer steps on CPU threads, whose number is unknown here. Its time is taken as "
-            f"{math.exp(TIME['cpu_adam'].mean):.1f} times what main memory allows; published steps took 0.6 to 20 times, as "
-            "torchrun gives each rank one thread unless OMP_NUM_THREADS is set. `autotune run` gives each rank its share of "
-            "the cores"
+            "the step of an offloaded optimizer depends on the CPU threads of a rank (OMP_NUM_THREADS; torchrun sets 1): "
+            f"published steps took 0.6 to 20 times what main memory allows, the plan takes {math.exp(TIME['cpu_adam'].mean):.1f}"
         )
 
 

@@ -162,6 +162,7 @@ _OTHER_FLAGS = {
     "exports": "export",
     "convert": "convert-checkpoints",
     "as_json": "json",
+    "whole": "all",
 }
 
 
@@ -568,8 +569,18 @@ class Options(BaseModel):
 
     # -- output
     out: Annotated[
-        _File | None, Option("File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run", metavar="PATH")
+        _File | None,
+        Option(
+            "File for the winner; default: runs/NAME/NAME.json.",
+            Panel.OUTPUT,
+            "run plan",
+            metavar="PATH",
+            helps={"plan": "File for the DeepSpeed config of the answer."},
+        ),
     ] = None
+    whole: Annotated[
+        bool, Option("Also each way to train; with --json every prediction.", Panel.OUTPUT, "plan", in_python=False)
+    ] = False
     as_json: Annotated[bool, Option("Print one JSON object on stdout.", Panel.OUTPUT, in_python=False)] = False
     log_file: Annotated[
         _File | None,

@@ -60,6 +60,7 @@ from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter
 from autotune.util.linux import handled_signals, silent_mounts
+from autotune.util.streams import Command
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
@@ -175,8 +176,7 @@ def _run(
             is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
             predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
             candidates, left_out = predictor.buildable(setup.candidates)
-            wider = [f"wider predictions: {note}" for note in predictor.notes()]
-            for line in [*left_out, *wider]:
+            for line in [*left_out, *predictor.notes()]:
                 observer.print_line(line)
             with deadline.no_more_trials():
                 if probed is None:
@@ -360,19 +360,18 @@ def _summary(
         files.append(ladder_path(setup.folder, setup.name))
         write_ladder(files[-1], ladder, store.job)
         files += _write_report(setup, store, print_line)
-        lines = verdict_lines(facts, store.records(), store.job, store.hardware)
+        lines = [_end_line(found), *verdict_lines(facts, store.job, store.hardware)]
         lines += how_to_train(store, found.winner.candidate, files[0]).lines()
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
         lines += [f"  {line}" for line in secrets_note(files)]
-        lines.append(f"  {_end_line(found)}")
-        lines += [f"  {found.confidence}"] if found.confidence else []
+        lines.append(Command(f"  more: autotune show {shlex.quote(setup.name)}"))
     elif found.interrupted:
         lines = ["stopped without a winner", _end_line(found)]
     else:
         files = _write_report(setup, store, print_line)
-        lines = [*filter(None, verdict_lines(facts, store.records(), store.job, store.hardware))]
+        lines = verdict_lines(facts, store.job, store.hardware)
         lines += [_end_line(found)] if facts.trials else []  # otherwise the verdict is the reason why no trial ran
     summary = RunSummary(
         store.name,

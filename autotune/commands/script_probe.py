@@ -260,8 +260,8 @@ def _checked(
     runs = ShortRuns(executor, SHORT_RUNS_SHARE * budget.left_seconds, measured)
     if measured is not None and not runs.left:
         print_line(
-            f"the time left holds no short run of {script.name} with another batch, which may take "
-            f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
+            f"no time is left to run {script.name} with another batch ({format_duration(runs.expected_seconds())}), so each "
+            "trial checks its own batch"
         )
     unheeded = unheeded_accumulation(facts, profile, executor.hardware.count) if own else ""
     if measured is not None and not unheeded:

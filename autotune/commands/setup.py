@@ -185,7 +185,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
         if job.precision == "bf16" and not hardware.bf16:
             raise UserError(f"{hardware.name} has no bf16. Use --precision fp16.")
         space = fitted(space, job, hardware).space
-        faults = [f"{one.describe(installed_deepspeed(interpreter))}: left out" for one in space.faults]
+        faults = [f"{one}: left out" for one in space.faults]
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(

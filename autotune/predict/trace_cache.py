@@ -169,8 +169,8 @@ def untraced_note(why: str, counted: bool = False) -> str:
     """Describe the closed-form estimate and its wider intervals; FLOPs stay exact if the parameters were `counted`."""
     times = "of computing times" if counted else "times"
     return (
-        f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
-        f"and {times} are {UNTRACED:g} times as wide"
+        f"the model is not traced ({why}): activations and {times} are those of a dense model of its size, and their "
+        f"intervals {UNTRACED:g} times as wide"
     )
 
 

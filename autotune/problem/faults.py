@@ -42,9 +42,8 @@ class Fault:
         found = [_holds(wanted, facts[name]) if name in facts else None for name, wanted in self.when.items()]
         return False if False in found else None if None in found else True
 
-    def describe(self, deepspeed: tuple[int, ...]) -> str:
-        """Describe the fault in one line."""
-        return f"{self.setting}: {self.effect} (deepspeed {dotted(deepspeed)}; {self.source})"
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.effect}"
 
 
 def _holds(wanted: Any, value: Any) -> bool:
@@ -118,7 +117,7 @@ def accumulation_facts(job: Job, accumulation: int) -> dict[str, Any]:
 def warnings(facts: Facts, deepspeed: tuple[int, ...]) -> list[str]:
     """Return a line for each known fault that the user's own training has."""
     found = (one for one in known_faults(deepspeed) if one.holds(facts) and not one.harmless)
-    return [f"warning: your own config has a known fault: {one.describe(deepspeed)}" for one in found]
+    return [f"warning: your own config has a known fault: {one}" for one in found]
 
 
 def _known(facts: Facts) -> dict[str, Any]:

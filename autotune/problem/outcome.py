@@ -31,7 +31,12 @@ class OutcomeKind(StrEnum):
     @property
     def word(self) -> str:
         """Return the kind's name for display."""
-        return {OutcomeKind.OOM_DEVICE: "OOM", OutcomeKind.OOM_HOST: "host OOM"}.get(self, self.value)
+        words = {
+            OutcomeKind.OOM_DEVICE: "OOM",
+            OutcomeKind.OOM_HOST: "host OOM",
+            OutcomeKind.GPU_CONTENTION: "GPU contention",
+        }
+        return words.get(self, self.value)
 
     @property
     def is_oom(self) -> bool:

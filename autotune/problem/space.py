@@ -220,7 +220,7 @@ class SearchSpace:
         if not faults:
             return self, []
         shown = dataclasses.replace(self, faults=faults)._shown(job)
-        return dataclasses.replace(self, faults=shown), [f"{one.describe(deepspeed)}: left out" for one in shown]
+        return dataclasses.replace(self, faults=shown), [f"{one}: left out" for one in shown]
 
     def _shown(self, job: Job) -> tuple[Fault, ...]:
         """Return the faults that candidates of this space have."""

@@ -75,7 +75,7 @@ from autotune.workers.launchers import assignments, variables_of
 # Terminal output: the live view of a run, and tables of a study.
 
 _STYLE = {
-    OutcomeKind.OK: "green",
+    OutcomeKind.OK: "default",
     OutcomeKind.OOM_DEVICE: "yellow",
     OutcomeKind.OOM_HOST: "yellow",
     OutcomeKind.TIMEOUT: "red",
@@ -111,7 +111,7 @@ def outcome_line(outcome: Outcome) -> str:
     if outcome.kind.is_oom:
         missing = f", {format_bytes(outcome.missing_bytes)} short" if outcome.missing_bytes else ""
         return f"{outcome.kind.word} in {_PHASES.get(outcome.phase, outcome.phase.value)}{who}{missing}"
-    return f"{outcome.kind.value} in {outcome.phase.value}{who}: {shortened(masked(outcome.reason), _MOST_REASON)}"
+    return f"{outcome.kind.word} in {outcome.phase.value}{who}: {shortened(masked(outcome.reason), _MOST_REASON)}"
 
 
 class PlainObserver:
@@ -163,10 +163,10 @@ class PlainObserver:
         if self._look is not None:
             self._leaderboard = self._look()
             remark = self._leaderboard.remark(candidate, outcome)
-        line = f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}"
-        self.print_line(
-            f"{line}{f', {shortened(remark, _MOST_REASON)}' if remark else ''}  [{seconds}]", "dim" if remark else ""
-        )
+        line, style = f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}", _STYLE[outcome.kind]
+        if remark:
+            line, style = f"{line}, {shortened(remark, _MOST_REASON)}", "dim"
+        self.print_line(f"{line}  [{seconds}]", style)
 
     def print_line(self, text: str, style: str = "") -> None:
         """Print a message."""
@@ -267,6 +267,13 @@ def make_observer(console: Console, quiet: bool) -> PlainObserver:
     return PlainObserver(console)
 
 
+def print_lines(lines: Sequence[str], out: Console) -> None:
+    """Print lines of text, folded at words on a terminal; a winner is green."""
+    view = PlainObserver(out)
+    for line in lines:
+        view.print_line(line, "bold green" * line.startswith(_WINNER))
+
+
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
     """Build a table of every trial with its result or reason; trials that cannot win are dimmed."""
     table = DataTable(box=None, pad_edge=False, header_style="bold")
@@ -302,13 +309,16 @@ def study_json(store: StudyStore) -> dict[str, Any]:
     facts = store.facts()
     return {
         "study": store.name,
-        "fingerprint": store.fingerprint,
-        "hardware": store.hardware.to_json(),
-        "calls": [vars(call) for call in store.calls()],
-        "used_seconds": sum(call.used_seconds for call in store.calls()),
-        "winner": record_json(facts.winner) if facts.winner else None,
+        "folder": str(store.folder or ""),
+        "winner": facts.winner and record_json(facts.winner),
+        "verified": facts.verified,
+        "ended": facts.call.ended,
+        "used_seconds": facts.call.used_seconds,
+        "lines": verdict_lines(facts, store.job, store.hardware),
         "verdict": facts.to_json(),
-        "why_no_winner": [] if facts.winner else no_winner_lines(facts, store.job, store.hardware),
+        "hardware": store.hardware.to_json(),
+        "fingerprint": store.fingerprint,
+        "calls": [vars(call) for call in store.calls()],
         "skips": store.skips,
         "trials": [record_json(record) for record in store.records()],
     }
@@ -341,11 +351,8 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
             f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
         )
-    lines = verdict_lines(facts, records, store.job, store.hardware)
-    if calls and calls[-1].confidence:
-        lines.append(f"  {calls[-1].confidence}")
-    for line in lines:
-        print_line(line)
+    print_lines(verdict_lines(facts, store.job, store.hardware), out)
+    print_lines(detail_lines(facts, records, store.job, store.hardware), out)
 
 
 def trial_lines(store: StudyStore, record: Record) -> list[str]:
@@ -494,58 +501,74 @@ def _bucket_bytes(candidate: Candidate, job: Job) -> int:
     return round(float(reduce_bucket_bytes(columns_of([candidate], job), job.element_bytes)[0]))
 
 
-_UNVERIFIED = "  not verified: the budget or the call ended first; run again to verify it"
+_WINNER = "winner: "
 
 
-def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
-    """Describe the verdict: the script's own config, the winner in words, its margin over other configs, its free memory."""
-    first = filter(None, [own_line(facts, job)])
+def verdict_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
+    """Describe the verdict: the script's own config, the winner in words, its speed, memory and certainty, and warnings."""
+    return [*filter(None, [own_line(facts, job)]), *winner_lines(facts, job, hardware)]
+
+
+def winner_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
+    """Describe the winner, or why there is none."""
     record = facts.winner
     if record is None or record.outcome is None or record.outcome.measurement is None:
-        return [*first, *no_winner_lines(facts, job, hardware)]
+        return no_winner_lines(facts, job, hardware)
     measured = record.outcome.measurement
-    spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
+    mfu = f", MFU {100 * measured.mfu:.1f} %" if measured.mfu is not None else ""
     lines = [
-        *first,
-        f"winner: {config_sentence(record.candidate, job, hardware)}",
-        f"  config: {record.candidate} ({code_legend(record.candidate)})",
-        f"  {throughput_text(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
-        f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
-        f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
+        f"{_WINNER}{config_sentence(record.candidate, job, hardware)} ({record.candidate})",
+        f"  speed: {throughput_text(measured)}, step {format_duration(measured.step_seconds)}{mfu}",
+        f"  memory: peak {format_bytes(measured.peak_bytes)} of {format_bytes(hardware.capacity_bytes)} "
+        f"({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
+        f"  certainty: {_certainty(facts, measured)}",
     ]
     if measured.step_seconds_spread > DOUBTFUL * measured.step_seconds:
         lines.append(
             f"  doubtful: its steps differ so much that {measured.steps} of them prove little: train some hundred steps "
             "with it and with your own config before you rely on it"
         )
-    if hardware.reserve_bytes:
-        left = sync_note(job, record.candidate.stage, hardware.capacity_bytes - measured.peak_bytes)
-        lines += [
-            f"  {format_bytes(hardware.reserve_bytes)} of each device are left to another process (--reserve)",
-            f"  weight sync: {left}",
-        ]
-    if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
-        lines.append(f"  resumes from a checkpoint: peak {format_bytes(peak_bytes)}")
-    if measured.mfu is not None:
-        lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s per GPU, MFU {100 * measured.mfu:.1f} %")
-    lines += [f"  {line}" for line in certificate_lines(job, records, record)]
-    lines += [f"  {line}" for line in facts.comparison()]
+    lines += [f"  {line}" for line in facts.better]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
     if grows := job.profile.grows:
         lines.append(f"  {growth_line(grows)}")
     lines += [f"  your training must {line}" for line in needs_of_loss(job_with_candidate(job, record.candidate))]
-    lines += [f"  it {line}" for line in lossy_settings(record.candidate, job)]
-    return [*lines, *([] if record.role == VERIFY else [_UNVERIFIED])]
+    return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
+
+
+def _certainty(facts: StudyFacts, measured: Measurement) -> str:
+    """Describe how sure a winner is: its verification, the interval of its speed, ties, and the bound of untried configs."""
+    verified = "verified" if facts.verified else "not verified, run again to verify it"
+    tied = f", tied with {counted(len(facts.tied), 'other')}" if facts.tied else ""
+    spread = 100 * measured.step_seconds_spread / measured.step_seconds
+    return "; ".join(filter(None, [f"{verified}, ±{spread:.1f} % (95 %){tied}", facts.call.confidence]))
+
+
+def detail_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
+    """Describe what the verdict leaves out: speed per rank, training compared, other configs, torch without DeepSpeed."""
+    record = facts.winner
+    if record is None or record.outcome is None or record.outcome.measurement is None:
+        return []
+    measured = record.outcome.measurement
+    lines = [_per_rank(measured, job, hardware)] if job.ranks > 1 else []
+    if measured.mfu is not None:
+        lines.append(f"{measured.model_tflops_per_gpu:.1f} model TFLOP/s per GPU")
+    if hardware.reserve_bytes:
+        left = sync_note(job, record.candidate.stage, hardware.capacity_bytes - measured.peak_bytes)
+        lines.append(f"{format_bytes(hardware.reserve_bytes)} of each device are left to another process (--reserve)")
+        lines.append(f"weight sync: {left}")
+    if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
+        lines.append(f"resumes from a checkpoint: peak {format_bytes(peak_bytes)}")
+    lines += certificate_lines(job, records, record)
+    return [f"  {line}" for line in [*lines, *facts.comparison()] if line not in facts.better]
 
 
 def _per_rank(measured: Measurement, job: Job, hardware: Hardware) -> str:
-    """Return the speed of one of several ranks; empty for a single rank."""
-    if job.ranks == 1:
-        return ""
+    """Return the speed of one of several ranks."""
     samples, tokens = measured.per_gpu(job.ranks)
-    text = f"; per {_unit(hardware)}: {samples:.4g} samples/s"
+    text = f"per {_unit(hardware)}: {samples:.4g} samples/s"
     return text + (f", {format_count(tokens).strip()} tokens/s" if _has_tokens(measured) else "")
 
 
@@ -575,7 +598,7 @@ class HowToTrain:
 
 
 def how_to_train(store: StudyStore, winner: Candidate, config: Path) -> HowToTrain:
-    """Return how to train a study's script with its winner, whose DeepSpeed config is in `config`; empty without a script."""
+    """Return how to train with a study's winner, whose DeepSpeed config is in `config`."""
     about = (winner, store.job, store.name, config, store.threads, environment_of(store, winner))
     hostfile = hostfile_of(store.folder or Path())
     return train_with(*about, nodes=store.hardware.nodes, hostfile=hostfile, python=store.python)
@@ -593,7 +616,7 @@ def train_with(
     hostfile: Path | None = None,
     python: str | None = None,
 ) -> HowToTrain:
-    """Return how to train the study's script with its winner, whose DeepSpeed config is in `config`; empty without a script.
+    """Return how to train with a study's winner, whose DeepSpeed config is in `config`.
 
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
@@ -603,7 +626,13 @@ def train_with(
         python: that its ranks ran in, to be shown; None: the tuner's own.
     """
     if job.script is None:
-        return HowToTrain()
+        train = ("autotune", "launch", study, "--", "train.py", "--deepspeed", str(config))
+        return HowToTrain(
+            (
+                ("train with", shlex.join(train)),
+                ("config for Trainer", f"autotune export {shlex.quote(study)} --format hf"),
+            )
+        )
     path, per_node = str(config.resolve()), job.ranks // nodes
     words, each = training_command(job.script, winner, per_node, path), False
     if nodes > 1:
@@ -672,14 +701,11 @@ def missing_memory(outcome: Outcome, hardware: Hardware) -> str:
     if missing is None:
         return ""
     if outcome.measurement is not None:
-        return f"over the headroom, short of {format_bytes(missing)}"
-    asked, headroom = outcome.missing_bytes or 0, hardware.capacity_bytes - hardware.ceiling_bytes
-    if outcome.kind is OutcomeKind.OOM_HOST:  # host memory has no headroom
-        lacked = f", short of at least {format_bytes(asked)}" if asked else ""
-        return f"ran out of main memory in {outcome.phase.value}{lacked}"
-    parts = [f"{format_bytes(asked)} beyond what there is" if asked else "how much an allocation lacked is not known"]
-    parts += [f"{format_bytes(headroom)} of headroom"] if headroom else []
-    return f"ran out in {outcome.phase.value}, short of at least {format_bytes(missing)} ({', '.join(parts)})"
+        return f"over by {format_bytes(missing)}"
+    headroom = missing - (outcome.missing_bytes or 0)
+    if not outcome.missing_bytes or not headroom:
+        return outcome_line(outcome)
+    return f"{outcome_line(outcome)}, plus {format_bytes(headroom)} of headroom"
 
 
 def larger_budget(seconds: float) -> str:

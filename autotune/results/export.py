@@ -550,6 +550,18 @@ def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int
     return lines
 
 
+def exported_json(store: StudyStore, files: Sequence[Path], style: str, trial: int | None) -> dict[str, Any]:
+    """Return an export as JSON data."""
+    record = _record(store, trial)
+    return {
+        "study": store.name,
+        "trial": record.number,
+        "candidate": record.candidate.as_dict,
+        "files": [*map(str, files)],
+        "lines": usage_lines(style, files, store, trial),
+    }
+
+
 def _below_accelerate(script: Script, candidate: Candidate, style: str, files: Sequence[Path]) -> str:
     """Return a script's command behind `accelerate launch`, with a space before it; empty if the export lacks a file for it.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -11,6 +13,8 @@ from rich.console import Console, JustifyMethod
 from rich.table import Column, Table
 from rich.text import Text
 
+from autotune.errors import UserError
+from autotune.masking import masked_data
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
 from autotune.predict.what_if import host_bytes_per_node, is_published
@@ -19,9 +23,11 @@ from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, RequirementInputs, loss_possible
-from autotune.results.console import code_legend, config_sentence, sync_note
+from autotune.results.console import config_sentence, sync_note
+from autotune.results.output_files import check_out
 from autotune.results.tables import DataTable
-from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd
+from autotune.util.files import write_atomically
+from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd, parse_share
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
@@ -230,7 +236,7 @@ class Plan:
     best: list[Prediction]
     # by stage: plain, with checkpointing, with offload, with both, as far as the space has them
     ways: tuple[WayPlan, ...]
-    note: str
+    notes: tuple[str, ...]
     tokens: float = TOKENS
     price: Price | None = None
     closest: Prediction | None = None  # if nothing fits: the config that lacks the least memory
@@ -259,10 +265,10 @@ class Plan:
         """Outlook of the fastest that fits."""
         return Outlook(self.best[0], self.job, self.hardware, self.tokens, self.price) if self.best else None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON data."""
-        outlook = self.outlook
-        return {
+    def to_json(self, whole: bool = False) -> dict[str, Any]:
+        """Return the plan's answer as JSON data; `whole` adds every prediction."""
+        answer = self.outlook and {**(prediction_json(self.best[0], self.job) or {}), **self.outlook.to_json()}
+        data = {
             "model": self.job.model.name,
             "gpu": self.hardware.name,
             "gpus": self.hardware.count,
@@ -275,21 +281,26 @@ class Plan:
             "capacity_bytes": self.hardware.capacity_bytes,
             "host_memory_bytes_per_node": self.hardware.host_memory_bytes,
             "host_memory_assumed": self.host_assumed,
+            "answer": answer,
+            "closest": self._lacking_json(self.closest),
+            "notes": self.notes,
+        }
+        return {**data, **self._others_json()} if whole else data
+
+    def _others_json(self) -> dict[str, Any]:
+        return {
             "best": [prediction_json(one, self.job) for one in self.best],
-            "outlook": outlook and outlook.to_json(),
             "ways": [
                 {
                     "stage": way.stage,
                     "checkpointing": way.checkpointing,
                     "offload": way.offload,
-                    "largest_micro_batch": way.largest and way.largest.candidate.micro_batch,
                     "largest": prediction_json(way.largest, self.job),
                     "fastest": prediction_json(way.fastest, self.job),
                     "closest": self._lacking_json(way.closest),
                 }
                 for way in self.ways
             ],
-            "closest": self._lacking_json(self.closest),
             "fits_with_host_memory": self._lacking_json(self.with_host),
             "fits_with_shared_sequences": self.shared
             and {SEQUENCE_RANKS: self.shared.job.sequence_ranks, **self.shared.to_json()},
@@ -304,7 +315,6 @@ class Plan:
             "save_bytes_on_first_node": round(self.save_bytes),
             "fewest_gpus": self.own and self.own.to_json(),
             "cards": [card.to_json() for card in self.cards],
-            "note": self.note,
         }
 
     def _lacking_json(self, one: Prediction | None) -> dict[str, Any] | None:
@@ -361,13 +371,6 @@ _COLOURS = {
     "allocator": "bright_black",
     "context and communication": "red",
 }
-_SHORT = {  # in the legend
-    "master weights": "masters",
-    "optimizer states": "states",
-    "reduce bucket": "bucket",
-    "gathered parameters": "gathered",
-    "context and communication": "context",
-}
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
 # DeepSpeed 0.19.8's TiledFusedLogitsLoss is not named: accumulation and fp16's scale do not reach its gradient of the head.
@@ -380,18 +383,51 @@ CARDS = 8  # rows in the table of cards, besides the requested card
 UNPRICED = 12  # names of cards without a price; --json has all
 
 
-def show_plan(plan: Plan, out: Console) -> None:
-    """Print one plan, at most 100 columns wide."""
+def fit_surely(made: Sequence[Plan], sure: str) -> bool:
+    """Check that the config of a plan fits with at least the chance of `--sure`."""
+    return any(one.best[0].chance >= parse_share(sure) for one in made if one.best)
+
+
+def write_config(made: Sequence[Plan], out: Path) -> None:
+    """Write the DeepSpeed config of a plan's answer.
+
+    Raises:
+        UserError: there are several plans, nothing fits, or the file cannot be written.
+    """
+    if len(made) > 1 or not made[0].best:
+        raise UserError(f"{out} is not written: --out needs one --gpu, and a config that fits")
+    check_out(out, ".json", makes_folders=True)
+    (plan,) = made
+    write_atomically(out, json.dumps(masked_data(plan.best[0].candidate.ds_config(plan.job)), indent=2) + "\n")
+
+
+def plans_json(made: Sequence[Plan], whole: bool) -> dict[str, Any]:
+    """Return one or several plans as JSON data."""
+    found = [one.to_json(whole) for one in made]
+    return {"plans": found} if len(found) > 1 else found[0]
+
+
+def show_plans(made: Sequence[Plan], out: Console, whole: bool) -> None:
+    """Print one plan, or several GPUs side by side."""
+    if len(made) > 1:
+        comparison_table(made).show(out)
+    else:
+        show_plan(made[0], out, whole)
+
+
+def show_plan(plan: Plan, out: Console, whole: bool = False) -> None:
+    """Print one plan, at most 100 columns wide; `whole` adds each way to train."""
     _put(out, Text(plan.job.summary, style="bold"))
     _put(out, Text(batch_line(plan)))
     _put(out, Text(machine_line(plan)))
-    if plan.note:
-        _put(out, Text(plan.note, style="yellow"))
     out.print()
     _show_answer(plan, out)
+    for note in plan.notes:
+        _put(out, Text(f"note: {note}", style="yellow"))
     if line := chunked_loss_line(plan):
-        _put(out, Text(line + "\n"))
-    ways_table(plan).show(out)
+        _put(out, Text(line))
+    if whole:
+        ways_table(plan).show(out)
     if plan.own is not None:
         _put(
             out,
@@ -448,8 +484,8 @@ def _show_answer(plan: Plan, out: Console) -> None:
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     one, hardware = outlook.prediction, plan.hardware
-    yield "fastest" if one.sure else "likeliest", config_sentence(one.candidate, plan.job, hardware)
-    yield "config", f"{one.candidate} ({code_legend(one.candidate)})"
+    sentence = config_sentence(one.candidate, plan.job, hardware)
+    yield "fastest" if one.sure else "likeliest", f"{sentence} ({knobs_text(one.candidate)})"
     low, high = outlook.tokens_interval
     tokens = outlook.tokens_per_second
     each = f", {rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""
@@ -468,10 +504,7 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     if hardware.reserve_bytes:
         yield "weight sync", sync_note(outlook.job, one.candidate.stage, hardware.capacity_bytes - one.peak_bytes)
     if one.host_bytes:
-        yield (
-            "main memory",
-            f"{_gib(outlook.host_bytes)} a node for what is offloaded, pinned blocks as they are rounded",
-        )
+        yield ("main memory", f"{_gib(outlook.host_bytes)} a node for what is offloaded")
     if plan.loading_bytes:
         yield "loading", loading_line(plan)
     if plan.whole_bytes:
@@ -544,7 +577,7 @@ def _legend(one: Prediction, hardware: Hardware) -> Text:
     for name, size in one.memory.items():
         if size > 0.005 * hardware.capacity_bytes:
             legend.append("█", style=_COLOURS.get(name, "white"))
-            legend.append(f" {_SHORT.get(name, name)} {size / GIB:.1f} ")
+            legend.append(f" {name} {size / GIB:.1f} ")
     return legend
 
 
@@ -589,7 +622,14 @@ class PlanTable:
         """Print the table and its note."""
         styles = {"own": "bold", "none": "dim"}
         title = Text(self.title)
-        table = DataTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table = DataTable(
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            show_edge=False,
+        )
         for name in self.columns:
             justify: JustifyMethod = "right" if name in self.numbers else "left"
             table.add_column(name, justify=justify, overflow="fold")
@@ -610,24 +650,17 @@ def ways_table(plan: Plan) -> PlanTable:
             str(way.stage) if way.stage != stage else "",
             str(way),
             f"mb{one.candidate.micro_batch}: {_tokens(one, plan.job)}" if fits else "none",
-            _with_shortage(need.gpu_needed_bytes, need.gpu_short_bytes),
+            _gib_number(need.gpu_needed_bytes),
             f"{_rung(way.fastest)}: {_tokens(way.fastest, plan.job)}" if way.fastest else "",
-            _with_shortage(need.host_needed_bytes, need.host_short_bytes),
+            _gib_number(need.host_needed_bytes) if need.host_needed_bytes else "",
         )
         rows.append((cells, "" if fits else "none"))
         stage = way.stage
-    note = (
-        "largest micro-batch and fastest config of each row, with all GPUs' tokens/s; needs a GPU: the GiB that surely "
-        "suffice for the largest"
-    )
-    if any(way.offload for way in plan.ways):
-        note += (
-            "; GiB a node: main memory for what is offloaded, pinned blocks as they are rounded, and for the processes"
-        )
+    note = "tokens/s of all GPUs; GiB that surely suffice for the largest micro-batch, of a GPU and of a node's main memory"
     return PlanTable(
         f"what surely fits, by stage; {_gib_number(hardware.ceiling_bytes)} GiB of a GPU may be used",
-        ("ZeRO", "with", "largest", "needs a GPU", "fastest", "GiB a node"),
-        frozenset({"needs a GPU", "GiB a node"}),
+        ("ZeRO", "with", "largest", "GiB a GPU", "fastest", "GiB a node"),
+        frozenset({"GiB a GPU", "GiB a node"}),
         tuple(rows),
         note,
     )
@@ -635,12 +668,6 @@ def ways_table(plan: Plan) -> PlanTable:
 
 def _rung(one: Prediction) -> str:
     return f"mb{one.candidate.micro_batch} ga{one.candidate.accumulation}"
-
-
-def _with_shortage(size: float, short_bytes: float) -> str:
-    if not size:
-        return ""
-    return _gib_number(size) + (f" ({_gib_number(short_bytes)} short)" if short_bytes else "")
 
 
 def _gib_number(size: float) -> str:
@@ -675,10 +702,10 @@ def cards_table(plan: Plan) -> PlanTable | None:
     chosen = [card for at, card in enumerate(usable) if at < CARDS or card.gpu == plan.hardware.facts]
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
-    note = "fits from, GPUs: the smallest and the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "*: no published run to compare with. Prices are rough, on demand, read in the month shown"
+    note = "fits from: fewest GPUs of 1, 2, 4, 8 or whole nodes of 8; GPUs: those with the lowest cost within 30 days; "
+    note += "+cpu: with offload; *: compared with no published run. Rough prices on demand"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
-    columns = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
+    columns = ("card", "fits from", "GPUs", "tokens/s", "$/h", "time", "cost")
     return PlanTable(
         f"cheapest cards for {format_count(plan.tokens)} tokens",
         columns,
@@ -698,7 +725,6 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
         _size(best),
         rate(best.tokens_per_second),
         f"{best.usd_per_hour:.2f}" if best.usd_per_hour is not None else "",
-        best.price.date if best.price else "",
         format_hours(best.hours),
         usd,
     )
@@ -728,7 +754,7 @@ def _count(outlook: Outlook) -> str:
     return f"{nodes} x {outlook.hardware.per_node}" if nodes > 1 else str(outlook.hardware.count)
 
 
-def comparison_table(plans: list[Plan]) -> PlanTable:
+def comparison_table(plans: Sequence[Plan]) -> PlanTable:
     """Return several GPUs side by side, with the fastest config of each."""
     rows = []
     for plan in plans:

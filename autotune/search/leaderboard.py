@@ -748,15 +748,25 @@ class StudyFacts:
             lines.append(
                 f"{format_change(ratio.times - 1)} against the next best{beyond} ({self.next_best.candidate}{alike})"
             )
+        lines += self.better
+        if self.apart:
+            lines.append(
+                f"not compared with {counted(len(self.apart), 'other config')}, which no call measured together with the winner"
+            )
+        if self.winner is not None:
+            lines += [one.sentence(self.winner.candidate) for one in self.references if not one.wins]
+        return lines
+
+    @property
+    def better(self) -> list[str]:
+        """Sentences about configs and trainings without DeepSpeed that were clearly faster than the winner."""
+        lines = []
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)
             why = "was measured after the winner was chosen" if rival.verified else "is not verified"
             lines.append(f"{rival.candidate} was {gain:.1f} % faster and {why}; run again to choose between them")
-        if self.apart:
-            others, were = counted(len(self.apart), "other config"), "was" if len(self.apart) == 1 else "were"
-            lines.append(f"{others} that may win {were} never measured in one call with the winner: not compared")
         if self.winner is not None:
-            lines += [one.sentence(self.winner.candidate) for one in self.references]
+            lines += [one.sentence(self.winner.candidate) for one in self.references if one.wins]
         return lines
 
     def to_json(self) -> dict[str, object]:
@@ -766,24 +776,17 @@ class StudyFacts:
             return [{**vars(one), "candidate": one.candidate.as_dict, "ratio": vars(one.ratio)} for one in found]
 
         return {
-            "winner": self.winner.number if self.winner else None,
-            "verified": self.verified,
             "best": self.best.number if self.best else None,
-            "margin": self.next_best.ratio.times - 1 if self.next_best else None,
             "next_best": rivals([self.next_best])[0] if self.next_best else None,
             "tied": rivals(self.tied),
-            "slower": len(self.slower),
             "faster_unverified": rivals(self.faster),
             "cannot_win": {str(number): why for number, why in self.remarks.items()},
             "not_compared": {str(number): why for number, why in self.not_compared.items()},
             "own": self.own.number if self.own else None,
             "times_own": vars(self.own_ratio) if self.own_ratio else None,
             "closest": self.closest.number if self.closest else None,
-            "stop_reason": self.call.ended,
-            "budget_seconds": self.call.budget_seconds,
-            "used_seconds": self.call.used_seconds,
             "references": [one.to_json(self.winner.candidate) for one in self.references] if self.winner else [],
-            "lines": self.comparison(),
+            "comparison": self.comparison(),
         }
 
 

@@ -245,9 +245,9 @@ class Proposer:
         if (beyond := forecast.hopeless & self._available).any():
             capacity = format_bytes(self.hardware.capacity_bytes)
             least = format_bytes(int(np.exp(forecast.peak.mean[beyond].min())))
-            counts[f"believed to need more than the {capacity} of a device (the least {least})"] = int(beyond.sum())
+            counts[f"believed to need more than the {capacity} of a device (at least {least})"] = int(beyond.sum())
         if count := int((forecast.host_hopeless & ~forecast.hopeless & self._available).sum()):
-            counts["predicted to need more than the host's memory beyond the interval"] = count
+            counts["predicted to need more than the host's memory"] = count
         return counts
 
     def confidence(self) -> Confidence | None:

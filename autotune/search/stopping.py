@@ -30,7 +30,7 @@ class StopReason(Enum):
 
     - `autotune run` prints it with the counts of the call's trials (`_summary` in `commands/run.py`), with or without a
       winner. If no trial ran, `no_winner_lines` (`results/console.py`) says why. `run --json` has it as `ended`.
-    - `autotune show` prints the sentence of the last call, and `show --json` has it as `stop_reason`.
+    - `autotune show` prints the sentence of the last call, and `show --json` has it as `ended`.
     - The HTML report lists the sentences of all calls (`results/report/build.py`).
 
     A call has no sentence, and `show` prints "not ended", if it was killed or ended by another exception than UserError or

@@ -39,6 +39,7 @@ from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
 from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
+from autotune.util.streams import LOG
 from autotune.util.units import counted, format_bytes, format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
@@ -584,13 +585,13 @@ class Verifier:
         if not self.executor.resumes or (known is not None and known.ok):
             return True
         if not self.budget.tries_resuming:
-            self.observer.print_line(
-                "resuming from a checkpoint was not tested: writing and reading one may take "
-                f"{self.budget.checkpoint_seconds / 60:.0f} min of the budget"
+            LOG.info(
+                "resuming from a checkpoint was not tested: writing and reading one may take %.0f min of the budget",
+                self.budget.checkpoint_seconds / 60,
             )
             return True
         if self.cancelled() or self.budget.left_seconds < self.budget.resume_seconds:
-            self.observer.print_line("resuming from a checkpoint was not tested: the budget is used")
+            LOG.info("resuming from a checkpoint was not tested: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
         if why := self.leaderboard.why_not(candidate):
@@ -656,12 +657,12 @@ class References:
                 why = f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
             chosen = why or self._chosen(stage, winner)
             if isinstance(chosen, str):
-                self._print_why_not(name, chosen)
+                LOG.info(_not_measured(name, chosen))
                 continue
             try:
                 self._measure(chosen, name, left)
             except (UserError, MachineError) as error:  # the winner is verified, and exported without the comparison
-                self._print_why_not(name, one_line(error))
+                self._print_line(_not_measured(name, one_line(error)))
                 break
 
     def _chosen(self, stage: int, winner: Candidate) -> Candidate | str:
@@ -694,12 +695,13 @@ class References:
         if outcome.kind.is_attributable_to_candidate and outcome.source is not Source.BUDGET:
             self.trials.store.note_reference(candidate, outcome)
         elif outcome.source is Source.BUDGET:
-            self._print_why_not(name, f"{format_duration(left_seconds)} were not enough for it")
+            LOG.info(_not_measured(name, f"{format_duration(left_seconds)} were not enough for it"))
         else:
-            self._print_why_not(name, outcome.reason)
+            LOG.info(_not_measured(name, outcome.reason))
 
-    def _print_why_not(self, name: str, why: str) -> None:
-        self._print_line(f"{name} was not measured for comparison: {why}")
+
+def _not_measured(name: str, why: str) -> str:
+    return f"{name} was not measured for comparison: {why}"
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------

@@ -211,8 +211,8 @@ def contest_means() -> str:
     # the rows' errors are their own: half widths of logarithms add as squares
     width = trained * sum((row["±"] / row["trained, ours / its"]) ** 2 for row in rows) ** 0.5 / len(rows)
     return (
-        f"the same winner for both on {same} of {len(rows)} scripts; geometric means of the ratios: trained speed "
-        f"{trained:.3f} ± {width:.3f} and wall clock {clock:.3f}"
+        f"given {clock:.2f} of its time, {trained:.3f} ± {width:.3f} of its speed (geometric means), the same winner on {same} "
+        f"of {len(rows)} scripts"
     )
 
 

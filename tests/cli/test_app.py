@@ -152,8 +152,8 @@ def test_models_and_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     found = json.loads(out)
     assert (found["version"], found["models"]["gemma-2-2b"]["parameters"]) == (1, 2614341888)
     out = call(monkeypatch, capsys, "models")[1]
-    assert "base-uncased     67 M  https" in out
-    assert "\ngemma-2-2b                2.61 B  https" in out
+    assert "base-uncased     67 M  distilbert/" in out
+    assert "\ngemma-2-2b                2.61 B  google/" in out
     assert "default" in json.loads(call(monkeypatch, capsys, "spaces", "list", "--json")[1])["spaces"]
     assert "zero2" in call(monkeypatch, capsys, "spaces", "list")[1]
     assert "knobs:" in call(monkeypatch, capsys, "spaces", "show", "zero3")[1]

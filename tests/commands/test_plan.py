@@ -47,7 +47,7 @@ def test_a_plan_shows_what_fits_by_way_of_training() -> None:
     assert again.largest
     assert again.largest.candidate.micro_batch > (plain.largest.candidate.micro_batch if plain.largest else 0)
     assert all(way.largest is None or way.largest.sure for way in plan.ways)
-    data = json.loads(json.dumps(plan.to_json()))
+    data = json.loads(json.dumps(plan.to_json(whole=True)))
     assert data["best"][0]["ds_config"]["zero_optimization"]["stage"] in (0, 1, 2, 3)
     assert data["best"][0]["fits"] is True
     assert (data["closest"], data["fits_with_host_memory"]) == (None, None)
@@ -236,8 +236,8 @@ def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
     )
     plan = make_plan(PlanSetup(job=job, hardware=hardware, space=space), traced_predictor(job, hardware))
     assert {one.candidate.get("attention") for one in plan.best} == {"sdpa"}
-    assert plan.note.startswith("--attn flash_attention_3 computes in 16 bits")
-    assert plan.note.endswith(": left out")
+    assert plan.notes[0].startswith("--attn flash_attention_3 computes in 16 bits")
+    assert plan.notes[0].endswith(": left out")
 
 
 @pytest.mark.slow
@@ -332,13 +332,13 @@ def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
         assert plan.own is None
 
 
-def test_the_command_line_has_it_all() -> None:
-    done = CliRunner().invoke(
-        app, ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--nodes", "2", "--tokens", "1T", "--json"]
-    )
+def test_the_command_line_has_it_all(tmp_path: Path) -> None:
+    words = ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--nodes", "2", "--tokens", "1T", "--json"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new" / "ds.json")])
     assert done.exit_code == 0, done.output
-    data = json.loads(done.output)
-    assert (data["version"], data["gpus"], data["nodes"], data["outlook"]["tokens"]) == (1, 4, 2, 1e12)
+    data = json.loads(done.stdout)
+    assert json.loads((tmp_path / "new" / "ds.json").read_text()) == data["answer"]["ds_config"]
+    assert (data["version"], data["gpus"], data["nodes"], data["answer"]["tokens"]) == (1, 4, 2, 1e12)
 
 
 @pytest.mark.parametrize(("gpu", "code"), [("t4", 3), ("a100-80gb", 0)])

@@ -76,7 +76,7 @@ sys.modules["torch"] = sys.modules["transformers"] = None
 from autotune.commands.plan import plans
 from autotune.commands.request import Request
 (plan,) = plans(Request(model="llama-3.1-8b", gpus=8), ["h100"])
-print(plan.best[0].exact, plan.note)
+print(plan.best[0].exact, *plan.notes)
 """
     environment = {**os.environ, "AUTOTUNE_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)

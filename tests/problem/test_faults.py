@@ -53,7 +53,6 @@ def test_stages_that_drop_hand_accumulated_gradients_are_left_out_with_the_reaso
     assert line.startswith("stages 1 and 2 with several backwards in one step")
     assert line.endswith("left out")
     assert "only the last backward counts" in line
-    assert "deepspeed 0.19.8" in line
     assert left_of(job_with(micros_per_accumulation=1.0), READ) == ({0, 1, 2, 3}, [])
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from autotune.commands import plan as plan_command
 from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
+from autotune.commands.run import RunSummary
 from autotune.commands.setup import PlanSetup
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -21,6 +22,8 @@ from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space, parse_space
+from autotune.results.console import study_json
+from autotune.results.export import exported_json
 from autotune.results.plan import (
     BAR,
     UNPRICED,
@@ -34,11 +37,13 @@ from autotune.results.plan import (
     show_plan,
 )
 from tests.conftest import make_candidate, make_job
+from tests.documents import ROOT
+from tests.studies import study_of_every_kind
 
 
 def shown(plan: Plan) -> str:
     out = Console(record=True, width=140, file=io.StringIO())
-    show_plan(plan, out)
+    show_plan(plan, out, whole=True)
     comparison_table([plan]).show(out)
     return out.export_text()
 
@@ -80,10 +85,10 @@ def test_a_whole_plan_is_readable_in_100_columns(whole: Plan) -> None:
         "at $0.59 a GPU and hour (RunPod, 2026-01)",
         "limited by",
         "ZeRO",
-        "GiB a node: main memory for what is offloaded",
+        "of a GPU and of a node's main memory",
         "fewest rtx4090:",
         "cheapest cards for 2 B tokens",
-        "Prices are rough",
+        "Rough prices on demand",
     ):
         assert said in " ".join(text.split()), said
 
@@ -109,9 +114,13 @@ def test_no_card_is_advised_in_fewer_gpus_than_it_fits_from(whole: Plan) -> None
 
 
 def test_programs_are_told_the_same(whole: Plan) -> None:
-    data = json.loads(json.dumps(whole.to_json()))
+    data = json.loads(json.dumps(whole.to_json(whole=True)))
     assert (data["gpus"], data["nodes"], data["gpus_per_node"]) == (4, 2, 2)
-    outlook = data["outlook"]
+    outlook = data["answer"]
+    small = json.loads(json.dumps(whole.to_json()))
+    assert small.items() <= data.items()
+    assert small["answer"]["ds_config"] == data["best"][0]["ds_config"]
+    assert len(json.dumps(small)) < 5_000
     assert outlook["tokens_per_second"] == pytest.approx(data["best"][0]["tokens_per_second"])
     assert outlook["hours"] == pytest.approx(2e9 / outlook["tokens_per_second"] / 3600)
     assert outlook["usd"] == pytest.approx(outlook["hours"] * 4 * 0.59)
@@ -161,11 +170,10 @@ def test_no_cell_of_a_table_is_cut_off(width: int) -> None:
         "16 x 8 +cpu",
         "1.67k",
         "117.84",
-        "2026-11",
         "6.9 days",
         "$13,870 ($11,030 to $114,500)",
     )
-    names = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
+    names = ("card", "fits from", "GPUs", "tokens/s", "$/h", "time", "cost")
     out = Console(record=True, width=width, file=io.StringIO())
     PlanTable("cards", names, frozenset(names[1:]), ((cells, ""),)).show(out)
     text = out.export_text()
@@ -190,7 +198,7 @@ def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
     assert "logits and loss hold" in text
     assert "(--loss chunked; in a script TRL's chunked loss or Liger's fused_linear_cross_entropy)" in text
     assert "TiledFusedLogitsLoss" not in text, "its gradient of the head is wrong under accumulation and fp16"
-    assert plan.to_json()["chunked_loss"]["same_config"]["peak_bytes"] == round(chunked.same.peak_bytes)
+    assert plan.to_json(whole=True)["chunked_loss"]["same_config"]["peak_bytes"] == round(chunked.same.peak_bytes)
 
 
 @pytest.mark.parametrize(("gather", "stage"), [(True, 3), (False, 3), (True, 2)])
@@ -236,7 +244,7 @@ def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     assert "2 ranks load a full copy each; 19 GiB with zero.Init (ZeRO 3)" in " ".join(shown(few).split())
     quantized = dataclasses.replace(few.job, lora=parse_lora("r=8,quantize=nf4"))
     assert loading_bytes_per_node(quantized, 10**10, few.hardware) == 0, "each weight goes to the GPU as it is read"
-    told = few.to_json()
+    told = few.to_json(whole=True)
     assert told["loading_bytes_per_node"] == round(few.loading_bytes)
     assert told["loading_bytes_with_zero_init"] == round(few.zero_init_bytes)
 
@@ -247,3 +255,17 @@ def test_a_short_name_has_the_knobs_that_decide(whole: Plan) -> None:
     assert "rbs=" not in knobs_text(candidate)
     split = make_candidate(3, offload_optimizer="cpu", **{"zero_optimization.offload_optimizer.ratio": 0.5})
     assert knobs_text(split) == "z3 mb1 ga1 opt=cpu ratio=0.5"
+
+
+def test_every_key_of_json_is_documented(whole: Plan, tmp_path: Path) -> None:
+    rows = re.findall(r"^\| (`.*?) \|.*\| (.*?) \|$", (ROOT / "docs" / "json.md").read_text(), re.MULTILINE)
+
+    def keys(command: str) -> set[str]:
+        return {key for names, commands in rows if command in commands for key in re.findall(r"`(\w+)`", names)}
+
+    study = study_of_every_kind(tmp_path)
+    assert keys("run") == {field.name for field in dataclasses.fields(RunSummary)}
+    assert keys("show") == study_json(study).keys()
+    assert keys("export") == exported_json(study, [tmp_path / "s.json"], "deepspeed", None).keys()
+    assert keys("plan") == whole.to_json(whole=True).keys()
+    assert keys("plan") - keys("plan --all") == whole.to_json().keys()

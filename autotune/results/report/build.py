@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,14 @@ from typing import Any
 from autotune.masking import MASK, masked, masked_data
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.results.console import (
-    batch_size_note,
-    code_legend,
-    config_sentence,
-    how_to_train,
-    no_winner_lines,
-    own_line,
-    shortened,
-)
-from autotune.results.export import environment_of, lossy_settings, training_changes
-from autotune.results.report.model import MeasuredGain, Status, StudyReport, Trial, WinnerSummary
-from autotune.search.certificate import certificate_lines
+from autotune.results.console import detail_lines, how_to_train, own_line, shortened, winner_lines
+from autotune.results.export import environment_of, training_changes
+from autotune.results.report.model import Status, StudyReport, Trial, WinnerSummary
 from autotune.search.importance import knob_importance
-from autotune.search.leaderboard import SpeedRatio, StudyFacts
+from autotune.search.leaderboard import StudyFacts
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record
+from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.util.units import format_bytes
 from autotune.workers.launchers import variables_of
 
@@ -76,7 +65,7 @@ def _status(outcome: Outcome, hardware: Hardware) -> Status:
     if outcome.measurement is not None:
         return Status.FITS if outcome.measurement.peak_bytes <= hardware.ceiling_bytes else Status.ABOVE
     if outcome.kind.is_oom:
-        return Status.RAN_OUT
+        return Status.OOM
     if outcome.kind is OutcomeKind.OK:
         return Status.FITS  # it resumed from a checkpoint
     return Status.FAILED if outcome.kind.is_attributable_to_candidate else Status.UNDECIDED
@@ -95,7 +84,7 @@ def _trial(record: Record, facts: StudyFacts, hardware: Hardware) -> Trial:
         knobs=knobs,
         role=record.role,
         status=_status(outcome, hardware),
-        kind=outcome.kind.value,
+        kind=outcome.kind.word,
         phase="" if measured else outcome.phase.value,
         rank=outcome.rank,
         samples_per_second=measured.samples_per_second if measured else None,
@@ -150,105 +139,28 @@ def value_text(value: Value) -> str:
 
 
 def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> WinnerSummary:
-    winner = facts.winner
-    measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
-    if winner is None or measured is None:
-        return _no_winner(store, facts)
-    job, verified = store.job, facts.verified
+    winner, job, hardware = facts.winner, store.job, store.hardware
+    own, lines = own_line(facts, job), tuple(winner_lines(facts, job, hardware))
+    if winner is None:
+        # a masked command would not run
+        again = tuple(("go on", command) for command in store.commands[-1:] if MASK not in command)
+        return WinnerSummary(None, own, lines, run_now=again)
     config = (store.folder or Path()) / f"{store.name}.json"
     exported = json.dumps(masked_data(winner.candidate.ds_config(job)), indent=2)
-    if job.script is not None:
-        how = how_to_train(store, winner.candidate, config)
-        commands, instead, hints = how.commands, how.instead, how.hints
-    else:
-        watched = ["autotune", "launch", store.name, "--", "train.py", "--deepspeed", str(config)]
-        commands = (
-            ("your training script, watched", shlex.join(watched)),
-            (
-                "the config for Trainer (or accelerate, sbatch)",
-                f"autotune export {shlex.quote(store.name)} --format hf",
-            ),
-        )
-        instead, hints = "", ()
+    how = how_to_train(store, winner.candidate, config)
     variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
+    hints = [*(hint.strip() for hint in how.hints), *training_changes(winner.candidate, job, variables)]
     return WinnerSummary(
-        winner=_trial(winner, facts, store.hardware),
-        sentence=config_sentence(winner.candidate, job, store.hardware),
-        legend=code_legend(winner.candidate),
-        own=own_line(facts, job),
-        comparison=tuple(facts.comparison()),
-        head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
-        verified=verified,
-        checks=_checks(winner, records, store.hardware, store.job),
-        gains=_gains(facts, job),
-        run_now=(*commands, ("DeepSpeed config", exported)),
-        instead=instead,
-        needs=tuple(
-            dict.fromkeys([*(hint.strip() for hint in hints), *training_changes(winner.candidate, job, variables)])
-        ),
-        mfu=measured.mfu,
+        winner=_trial(winner, facts, hardware),
+        own=own,
+        lines=lines,
+        verified=facts.verified,
+        details=tuple(detail_lines(facts, records, job, hardware)),
+        run_now=how.commands,
+        config=exported,
+        instead=how.instead,
+        needs=tuple(dict.fromkeys(hints)),
     )
-
-
-def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
-    # a masked command would not run
-    again = tuple(("go on", command) for command in store.commands[-1:] if MASK not in command)
-    own = own_line(facts, store.job)
-    if facts.best is not None:
-        why = facts.call.ended
-        said = f"The search ended: {why}." if why else "The search was stopped before it ended."
-        return WinnerSummary(None, "No winner yet.", own=own, lines=(said,), run_now=again)
-    first, *lines = no_winner_lines(facts, store.job, store.hardware)
-    head, _, rest = first.partition(": ")
-    return WinnerSummary(
-        None, f"{head[0].upper()}{head[1:]}.", own=own, lines=(*filter(None, [rest]), *lines), run_now=again
-    )
-
-
-def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: Job) -> tuple[str, ...]:
-    assert winner.outcome is not None
-    assert winner.outcome.measurement is not None
-    measured = winner.outcome.measurement
-    free = hardware.capacity_bytes - measured.peak_bytes
-    lines = [
-        f"Verified in trial {winner.number}: a fresh process, whole steps, an evaluation's forward and the gathering of a save."
-        if winner.role == VERIFY
-        else "Not verified: the budget or the call ended first. Run the same command again to verify it.",
-        f"Leaves {format_bytes(free)} of {format_bytes(hardware.capacity_bytes)} free "
-        f"({free / hardware.capacity_bytes:.0%}; asked for: {hardware.headroom:.0%}).",
-        f"{measured.alloc_retries or 'No'} allocator retries.",
-    ]
-    resumed = [r.outcome for r in records if r.role == RESUME and r.candidate == winner.candidate and r.outcome]
-    if not resumed:
-        lines.append("Resuming from a checkpoint was not tested.")
-    elif resumed[-1].ok and resumed[-1].peak_bytes is not None:
-        lines.append(f"Resumes from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
-    elif not resumed[-1].ok:
-        lines.append(f"It is not known if it resumes from a checkpoint: {shortened(resumed[-1].reason, MOST_TEXT)}")
-    if measured.extrapolated:
-        lines.append("Its step is extrapolated from a shortened accumulation.")
-    lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
-    lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
-    if measured.clock_limits:
-        median = f"; its median was {measured.sm_clock_mhz} MHz" if measured.sm_clock_mhz else ""
-        lines.append(f"The driver limited the GPU clock ({', '.join(measured.clock_limits)}){median}.")
-    return tuple(lines)
-
-
-def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
-    """Return the gains over the user's own config and the next best."""
-    found: list[MeasuredGain] = []
-    if facts.own is not None and facts.own_ratio is not None and facts.winner is not None:
-        own = facts.own.candidate
-        found.append(_gain(AS_IS, own, facts.own_ratio, batch_size_note(own, facts.winner.candidate, job)))
-    if (rival := facts.next_best) is not None:
-        beyond = " that is not tied" if facts.tied else ""
-        found.append(_gain(f"the next best{beyond}", rival.candidate, rival.ratio))
-    return tuple(found)
-
-
-def _gain(over: str, other: Candidate, ratio: SpeedRatio, detail: str = "") -> MeasuredGain:
-    return MeasuredGain(over, str(other) or AS_IS, ratio.times, (ratio.low, ratio.high), detail.strip(" ;"))
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from autotune.results.report.model import Status, StudyReport, Trial
-from autotune.util.units import GIB, MIB, format_bytes, format_count
+from autotune.util.units import GIB, MIB, format_bytes
 
 # -- SVG axes and marks ------------------------------------------------------------------------------------------------
 #
@@ -88,10 +88,17 @@ class Plot:
     def _lane_at(self) -> float:
         return TOP + HEIGHT + self.lane / 2 + 4
 
-    def mark(self, shape: str, x: float, y: float | None, classes: str, trial: int | None = None) -> None:
-        """Add a mark at a position, or in the lane without a y. For a trial's mark, the page's script shows the trial's row."""
+    def mark(self, trial: Trial, x: float, y: float | None) -> None:
+        """Add a trial's mark at a position, or in the lane without a y. It names the trial and links to its row."""
+        shape, classes = marker_style(trial)
         down = f"{self._lane_at if y is None else self._down(y):.0f}"
-        self._parts.append(_tag("use", href=f"#m-{shape}", x=self._across(x), y=down, class_=classes, data_t=trial))
+        use = _tag("use", href=f"#m-{shape}", x=self._across(x), y=down, class_=classes, data_t=trial.number)
+        name = _tag("title", f"trial {trial.number}: {trial.label}, {trial.result}")
+        self._parts.append(_tag("a", name + use, href=f"#trial-{trial.number}", tabindex=-1))
+
+    def ring(self, x: float, y: float) -> None:
+        """Add a ring around the winner's mark."""
+        self._parts.append(_tag("use", href="#m-ring", x=self._across(x), y=f"{self._down(y):.0f}", class_="winner"))
 
     def _line(self, x1: float, y1: float, x2: float, y2: float) -> None:
         begin = {"x1": self._across(x1), "y1": f"{self._down(y1):.0f}"}
@@ -127,11 +134,11 @@ class Plot:
         if self.lane:
             top, place = TOP + HEIGHT + 4, {"x": 52, "y": f"{self._lane_at + 4:.1f}", "text_anchor": "end"}
             across.append(_tag("rect", x=0, y=top, width="100%", height=self.lane - 4, class_="lane"))
-            left.append(_tag("text", "ran out", **place, class_="lane-name"))
+            left.append(_tag("text", "OOM", **place, class_="lane-name"))
         whole = bottom + BOTTOM
         return Markup(
             '<div class="chart"><div class="y-name">{y}</div><svg class="y" width="56" height="{h}" aria-hidden="true">{left}'
-            '</svg><svg class="plot" width="100%" height="{h}" role="img" aria-labelledby="speed-t speed-d">'
+            '</svg><svg class="plot" width="100%" height="{h}" role="group" aria-labelledby="speed-t speed-d">'
             '<title id="speed-t">Speed against memory</title><desc id="speed-d">{about}</desc>{across}{parts}<text x="50%" '
             'y="{name_at}" text-anchor="middle" class="name">{x}</text></svg></div>'
         ).format(
@@ -154,11 +161,6 @@ SHAPES = ("0", "1", "2", "3")  # for ZeRO's stages: circle, square, triangle, di
 _FAR = 1.6  # multiple of the capacity; a larger peak or shortfall is drawn at the edge
 
 
-def tokens(value: float) -> str:
-    """Format tokens per second."""
-    return format_count(value) if value >= 1000 else f"{value:.3g}"
-
-
 def _memory_axis(low: float, high: float) -> Axis:
     """Return the axis of peaks: in GiB, or in MiB if all values are small."""
     unit, word = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
@@ -174,18 +176,18 @@ def marker_style(trial: Trial) -> tuple[str, str]:
     hollow = any(trial.knobs.get(name, "none") != "none" for name in ("offload_optimizer", "offload_param"))
     if trial.status in (Status.FAILED, Status.UNDECIDED, Status.RUNNING):
         return "plus", "gone"
-    shape = SHAPES[stage] if trial.status is not Status.RAN_OUT else "cross"
+    shape = SHAPES[stage] if trial.status is not Status.OOM else "cross"
     return shape, f"s{stage}" + (" hollow" if hollow else "") + (" aside" if trial.remark else "")
 
 
 def speed_against_memory(report: StudyReport) -> Markup | None:
-    """Draw tokens per second over the peak for all trials.
+    """Draw samples per second over the peak for all trials.
 
     OOM trials are in a lane, at the least memory they would have needed. None if no speed was measured, as there is no
     axis.
     """
     ran = [t for t in report.trials if t.measured and t.peak_bytes]
-    out = [t for t in report.trials if t.status is Status.RAN_OUT]
+    out = [t for t in report.trials if t.status is Status.OOM]
     if not ran:
         return None
     capacity_bytes, ceiling_bytes = report.hardware.capacity_bytes, report.hardware.ceiling_bytes
@@ -194,41 +196,38 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     high = 1.04 * min(max(sizes), _FAR * capacity_bytes)
     low = min(t.peak_bytes or 0 for t in ran)
     x = _memory_axis(0.0 if low < 0.4 * high else 0.9 * low, high)
-    fastest = max(t.tokens_per_second or 0 for t in ran)
+    fastest = max(t.samples_per_second or 0 for t in ran)
     plot = Plot(
-        f"{len(ran)} measured trials and {len(out)} that ran out of memory; no winner may use more than "
-        f"{format_bytes(ceiling_bytes)}.",
+        f"{len(ran)} measured trials and {len(out)} OOMs; no winner may use more than {format_bytes(ceiling_bytes)}.",
         x,
-        Axis("tokens/s", 0.0, 1.06 * fastest, tokens),
+        Axis("samples/s", 0.0, 1.06 * fastest, lambda v: f"{v:.4g}"),
         lane=30 if out else 0,
     )
     plot.upright(capacity_bytes, "capacity", "capacity")
     plot.upright(ceiling_bytes, "ceiling", "ceiling", left=True)
     plot.front(_front([t for t in ran if not t.remark]))
     for trial in out:
-        shape, classes = marker_style(trial)
-        plot.mark(shape, needed[trial.number], None, classes, trial.number)
+        plot.mark(trial, needed[trial.number], None)
     winner = report.verdict.winner
     # the winner comes last, so that nothing covers it
     for trial in sorted(ran, key=lambda t: (not t.remark, winner is not None and t.number == winner.number)):
-        shape, classes = marker_style(trial)
-        plot.mark(shape, trial.peak_bytes or 0, trial.tokens_per_second, classes, trial.number)
-    if winner is not None and winner.peak_bytes:
-        plot.mark("ring", winner.peak_bytes, winner.tokens_per_second, "winner")
+        plot.mark(trial, trial.peak_bytes or 0, trial.samples_per_second)
+    if winner is not None:
+        plot.ring(winner.peak_bytes or 0, winner.samples_per_second or 0)
     return plot.html()
 
 
 def why_no_speed(report: StudyReport) -> str:
     """Return the text that replaces missing charts of speed."""
-    out = sum(trial.status is Status.RAN_OUT for trial in report.trials)
-    table = f"; {out} ran out of memory: what each lacked is told in All trials" if out else ""
+    out = sum(trial.status is Status.OOM for trial in report.trials)
+    table = f"; {out} ended with an OOM: All trials has what each lacked" if out else ""
     return f"No trial has measured a speed, so there is no chart of it{table}."
 
 
 def _front(trials: Sequence[Trial]) -> list[tuple[float, float]]:
     """Return (peak, speed) of the trials that no other trial beats in both, smallest first."""
     best, front = 0.0, []
-    for peak_bytes, slowness in sorted((t.peak_bytes or 0, -(t.tokens_per_second or 0)) for t in trials):
+    for peak_bytes, slowness in sorted((t.peak_bytes or 0, -(t.samples_per_second or 0)) for t in trials):
         if -slowness > best:
             best = -slowness
             front.append((float(peak_bytes), best))

@@ -35,13 +35,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
-        "size": format_bytes,
-        "duration": format_duration,
-        "tokens": figures.tokens,
-        "shown": value_text,
-        "knob": knob_words,
-    }
+    made.filters |= {"size": format_bytes, "duration": format_duration, "shown": value_text, "knob": knob_words}
     return made
 
 

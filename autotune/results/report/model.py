@@ -15,7 +15,7 @@ class Status(StrEnum):
 
     FITS = "fits"
     ABOVE = "above the ceiling"  # it ran, and leaves less than the headroom
-    RAN_OUT = "ran out of memory"
+    OOM = "OOM"
     FAILED = "failed"  # a timeout, a refusal, a crash: a retry would fail again
     UNDECIDED = "inconclusive"  # interrupted, or the machine's fault
     RUNNING = "running"
@@ -30,7 +30,7 @@ class Trial:
     knobs: dict[str, Value]
     role: str  # a role of search/study.py
     status: Status
-    kind: str  # kind of the Outcome; "running" before there is one
+    kind: str  # word of the Outcome's kind; "running" before there is one
     phase: str = ""
     rank: int | None = None  # first rank that failed
     samples_per_second: float | None = None  # all ranks together
@@ -48,20 +48,14 @@ class Trial:
     remark: str = ""  # why a measured trial cannot win
 
     @property
+    def result(self) -> str:
+        """Return the speed, or the kind of the failure."""
+        return f"{self.samples_per_second:.4g} samples/s" if self.measured else self.kind
+
+    @property
     def measured(self) -> bool:
         """Return True if the trial has a throughput."""
         return self.samples_per_second is not None
-
-
-@dataclass(frozen=True)
-class MeasuredGain:
-    """The winner's tokens per second divided by another config's, both measured in the same way."""
-
-    over: str  # description of the other config
-    label: str
-    times: float
-    interval: tuple[float, float]
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,19 +63,14 @@ class WinnerSummary:
     """The answer, and how to use it."""
 
     winner: Trial | None
-    head: str  # one line
-    sentence: str = ""  # the winner's config in words
-    legend: str = ""  # meaning of the short codes of its config
-    own: str = ""  # comparison with the script's own config
-    comparison: tuple[str, ...] = ()  # with the other configs that may win
+    own: str  # comparison with the script's own config; empty without a script
+    lines: tuple[str, ...]  # the winner in words, or why there is none
     verified: bool = False
-    checks: tuple[str, ...] = ()  # checks that the winner has passed, and open ones
-    gains: tuple[MeasuredGain, ...] = ()
-    lines: tuple[str, ...] = ()  # the config that came closest if nothing fits, or how to begin
+    details: tuple[str, ...] = ()
     run_now: tuple[tuple[str, str], ...] = ()  # (name, text to copy)
+    config: str = ""  # DeepSpeed JSON
     instead: str = ""  # alternative to the commands
     needs: tuple[str, ...] = ()  # further changes that the training needs
-    mfu: float | None = None
 
 
 @dataclass(frozen=True)

@@ -96,33 +96,6 @@
     filters.addEventListener("reset", function () { setTimeout(filter, 0); });
   }
 
-  // what a mark says, and its row
-  var tip = one("#tip");
-  var hide = function () { if (tip) tip.hidden = true; };
-  document.addEventListener("pointerover", function (event) {
-    var mark = event.target.closest && event.target.closest("svg [data-t]");
-    var row = mark && rowOf[mark.dataset.t];
-    if (!row || !tip) { hide(); return; }
-    tip.textContent = row.cells[1].textContent + " — " + row.cells[2].textContent;
-    tip.hidden = false;
-    var box = tip.getBoundingClientRect();
-    tip.style.left = Math.max(4, Math.min(event.clientX + 12, innerWidth - box.width - 8)) + "px";
-    tip.style.top = (event.clientY + 16 + box.height > innerHeight ? event.clientY - box.height - 12 : event.clientY + 16) + "px";
-  });
-  document.addEventListener("scroll", hide, { passive: true });
-  document.addEventListener("click", function (event) {
-    var mark = event.target.closest && event.target.closest("svg [data-t]");
-    if (!mark) return;
-    var row = rowOf[mark.dataset.t];
-    if (!row) return;
-    if (row.hidden && filters) { filters.reset(); }
-    setTimeout(function () {
-      row.scrollIntoView({ block: "center" });
-      row.classList.add("found");
-      setTimeout(function () { row.classList.remove("found"); }, 2500);
-    }, 20);
-  });
-
   // taking the data away
   var stored = one("#data"), data = null;
   var read = function () { if (!data) data = JSON.parse(stored.textContent); return data; };
