@@ -222,7 +222,7 @@ def test_when_nothing_fits_it_says_what_came_closest(
     code, out, err = call(monkeypatch, capsys, *ON_CPUS, *words)
     assert code == 3, out + err
     assert "closest: " in err
-    assert "short of at least" in err
+    assert "of headroom" in err
     assert "micro-batch 512 -> 256" in err
 
 

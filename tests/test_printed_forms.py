@@ -150,7 +150,7 @@ Trainer(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)), args, train_data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["deepspeed", "accelerate", "fsdp", "sbatch"])
+@pytest.mark.parametrize("style", ["deepspeed", "accelerate", "fsdp", "hf", "sbatch"])
 def test_an_export_of_a_named_model_trains_in_a_trainer_script_as_printed(style: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BY_FLAGS)
     job = make_job(2)
@@ -161,7 +161,14 @@ def test_an_export_of_a_named_model_trains_in_a_trainer_script_as_printed(style:
     printed = usage_lines(style, files, store, None)[-1].rpartition(": ")[2]
     own = ["train.py", "--output_dir", "out", "--max_steps", "2", "--report_to", "none"]
     words = shlex.split(printed.replace("YOUR_SCRIPT.py ITS_ARGUMENTS", shlex.join(own)))
-    if style == "deepspeed":  # its launcher starts ranks on GPUs only
+    if style == "hf":
+        made = printed.removesuffix(" in your script").replace("output_dir=…", "output_dir='out', max_steps=2")
+        source = BY_FLAGS.replace(
+            "(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()", f"args = {made}"
+        )
+        (tmp_path / "train.py").write_text(f"import json{source}")
+        words = ["deepspeed", "train.py"]
+    if style in ("deepspeed", "hf"):  # its launcher starts ranks on GPUs only
         words = ["torchrun", "--master-port", str(free_port()), "--nproc-per-node", "2", *words[1:]]
     elif style != "sbatch":
         words[2:2] = ["--main_process_port", str(free_port())]
@@ -184,7 +191,7 @@ def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
     options = ("--device", "cpu", "--gpus", "2", "--budget", "60s", "--max-trials", "3", "--ds-config", "ds.json")
     code, said, err = call(monkeypatch, capsys, "run", *options, "--study", "s", "--", "train.py", "--lr", "0.001")
     assert code == 0, err
-    assert "trains the same" in said
+    assert "trains the same" in call(monkeypatch, capsys, "show", "s")[1]
     code, said, err = call(monkeypatch, capsys, "export", "s", "--format", "accelerate", "--out", "best.yaml")
     assert code == 0, err
     words = shlex.split(next(line for line in said.splitlines() if line.startswith("use: ")).removeprefix("use: "))

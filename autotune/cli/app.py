@@ -98,9 +98,8 @@ def plan(request: Request) -> None:
         emit(plans_json(found, request.whole))
     else:
         show_plans(found, console(), request.whole)
-    if request.out is not None:
-        write_config(found, request.out)
-        print_line(f"wrote {request.out}")
+    for path in write_config(found, request.out) if request.out else []:
+        print_line(f"wrote {path}")
     if not fit_surely(found, request.sure):
         raise typer.Exit(ExitCode.NOTHING_FITS)
 

@@ -388,17 +388,20 @@ def fit_surely(made: Sequence[Plan], sure: str) -> bool:
     return any(one.best[0].chance >= parse_share(sure) for one in made if one.best)
 
 
-def write_config(made: Sequence[Plan], out: Path) -> None:
-    """Write the DeepSpeed config of a plan's answer.
+def write_config(made: Sequence[Plan], out: Path) -> list[Path]:
+    """Write the DeepSpeed config of a plan's answer, and return the written files: none if nothing fits.
 
     Raises:
-        UserError: there are several plans, nothing fits, or the file cannot be written.
+        UserError: there are several plans, or the file cannot be written.
     """
-    if len(made) > 1 or not made[0].best:
-        raise UserError(f"{out} is not written: --out needs one --gpu, and a config that fits")
     check_out(out, ".json", makes_folders=True)
-    (plan,) = made
-    write_atomically(out, json.dumps(masked_data(plan.best[0].candidate.ds_config(plan.job)), indent=2) + "\n")
+    if len(made) > 1:
+        raise UserError("--out takes the config of one GPU. Name one with --gpu.")
+    if not made[0].best:
+        return []
+    config = made[0].best[0].candidate.ds_config(made[0].job)
+    write_atomically(out, json.dumps(masked_data(config), indent=2) + "\n")
+    return [out]
 
 
 def plans_json(made: Sequence[Plan], whole: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def test_a_study_becomes_a_table_that_is_searched(
     assert ran_out.peak_gib == pytest.approx((store.hardware.capacity_bytes + 5) / GIB, rel=1e-5)
     code, out, err = replay(monkeypatch, capsys, Path("t.csv.gz"), "--study", "again", "--budget", "5m")
     assert code == 0, err
-    assert "  config: z0 mb7 ga1 (" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
+    assert "(z0 mb7 ga1)" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
 
 
 @pytest.mark.parametrize(
