@@ -108,6 +108,7 @@ def resume_trainer(folder: str, quiet: bool) -> list[Any]:
     for _ in range(2):
         arguments = TrainingArguments(output_dir="mine", resume_from_checkpoint="mine/checkpoint-5")
     trainer = Trainer.__new__(Trainer)
+    trainer.args = arguments
     trainer.train(arguments.resume_from_checkpoint)
     trainer.train(True, "trial")  # type: ignore[arg-type]
     trainer.train(resume_from_checkpoint="mine/checkpoint-5")
