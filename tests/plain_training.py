@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune.problem.training_trace import TrainingTrace
 from autotune.workers.jit_ops import FOLDER, own_folder
 
-_AT_THEIR_END = Path(__file__).parent / "plainly"  # a `sitecustomize` of their ranks
+AT_THEIR_END = Path(__file__).parent / "plainly"  # a `sitecustomize` of their ranks
 
 
 def train(
@@ -28,7 +28,7 @@ def train(
     Raises:
         AssertionError: it failed; what it said last.
     """
-    path = os.pathsep.join(filter(None, [str(_AT_THEIR_END), environment.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(AT_THEIR_END), environment.get("PYTHONPATH")]))
     ops = {FOLDER: str(own_folder("cpu"))}
     env = {**ops, **environment, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **(variables or {})}
     program = Path(sys.executable).parent / words[0]

@@ -23,7 +23,7 @@ from autotune.search.certificate import Verdict, compare
 from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.conftest import Scripts, free_port, make_candidate, make_job
-from tests.plain_training import traced
+from tests.plain_training import AT_THEIR_END, traced
 
 WINNER = make_candidate(2, 4, 3)
 IN_CODE = """
@@ -70,11 +70,12 @@ Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in
 ACCELERATED = """
 import argparse
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 p = argparse.ArgumentParser()
 p.add_argument("--batch_size", type=int, default=2)
 p.add_argument("--lr", type=float, default=1e-3)
 args = p.parse_args()
+PartialState(cpu=True)  # as Trainer does: otherwise accelerate 1.15 assumes a single process
 accelerator = Accelerator()
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
@@ -176,7 +177,9 @@ def test_an_export_of_a_named_model_trains_in_a_trainer_script_as_printed(style:
     (tmp_path / "srun").chmod(0o755)
     path = f"PATH={tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     words[0] = words[0].replace("sbatch", "bash")
-    done = subprocess.run(["env", path, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["env", path, f"PYTHONPATH={AT_THEIR_END}", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -211,9 +214,10 @@ def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
         return launched[-1]
 
     monkeypatch.setattr(supervisor, "TrainingTrace", SimpleNamespace(merged=merged))
-    code, said, err = call(monkeypatch, capsys, "launch", "s", "--", "train.py", "--lr", "0.001")
+    line = dict(train_with(winner, store.job, "s", Path("s.json"), 1).commands)["or watched"]
+    code, said, err = call(monkeypatch, capsys, *shlex.split(line)[1:])
     assert code == 0, err
-    (watched,) = launched
+    watched = launched[-1]
     assert watched is not None
     certificate = compare(trace, winner, watched, winner)
     assert certificate.verdict is Verdict.SAME, certificate

@@ -29,15 +29,14 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "muon": ("", {MICRO_BATCH: "--device_batch_size"}, "", (1, 2, 3)),
     "own_generators": ("", {MICRO_BATCH: "--bs", ACCUMULATION: "--ga"}, "", ()),
 }
-CUT = "the loss depends on how the batch is cut"
 STYLES: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "rdrop": ("", {MICRO_BATCH: "--bsz", ACCUMULATION: "--ga"}, "", ()),
     "boundary": ("", {MICRO_BATCH: "--mb", ACCUMULATION: "--accumulate"}, "", ()),
     "unfreeze": ("", {MICRO_BATCH: "--batch", ACCUMULATION: "--ga"}, "", (0,)),
     "iter_decay": ("", {}, "learning rate has moved by", ()),
     "ctc": ("", {MICRO_BATCH: "--samples_per_gpu", ACCUMULATION: "--update_freq"}, "", ()),
-    "codebook": ("", {}, CUT, ()),
-    "stochastic_depth": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--gradient_accumulation"}, "", ()),
+    "codebook": ("", {}, "buffers that its forwards change", ()),
+    "stochastic_depth": ("", {}, "update is 0.99", ()),  # it drops more after more forwards
 }
 OTHER_ROWS = {"ctc"}  # another cut trains on other rows, of noise that hides a factor of 1.5
 ALL = [("public.py", way) for way in PUBLIC] + [("styles.py", way) for way in STYLES]

@@ -161,7 +161,7 @@ def test_beside_a_script_without_transformers(tuner: Path, user: Path, tmp_path:
         return found
 
     alone = {"python": str(python), "found": [], "found_by_child": "[]", "steps": 3}
-    autotune("launch", "s", "--", *script, "--steps", "3")  # the study knows in what it was measured
+    autotune("launch", "s", "--python", str(user), "--", *script, "--steps", "3")
     assert seen() == alone
     (line,) = [line for line in said.splitlines() if "train with: " in line]
     command = line.partition("train with: ")[2]

@@ -51,6 +51,7 @@ from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.environment import secrets_of
 from autotune.script.profile import growth_line, other_batch
+from autotune.script.recorded import options_to_type
 from autotune.script.script import (
     KNOWN_FLAGS,
     carries_knob,
@@ -640,8 +641,13 @@ def train_with(
     words = launch_command(words, python)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, winner, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
-    where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
-    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed_words(job.script)))}"
+    options = [options_to_type(job.script, dataclasses.replace(job.script, flags=(), ds_config=None))]
+    if nodes > 1:
+        options.append(f"--hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}")
+    if python is not None:
+        options.append(f"--python {shlex.quote(python)}")
+    typed = shlex.join(masked_words(typed_words(job.script)))
+    watched = " ".join(["autotune launch", shlex.quote(study), *filter(None, options), "--", typed])
     instead, hints = "", [NOTE] if MASK in plain + watched else []
     if command_sets_all(job.script):
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]

@@ -87,7 +87,7 @@ def make_script(
     script = Script(
         argv,
         str(cwd),
-        (*flags, *_known_names(argv, {knob for knob, _ in flags})),
+        (*flags, *_known_names(argv, dict(flags))),
         worst_case,
         beside,
         launcher=line.launcher,
@@ -137,7 +137,7 @@ def _mapping(text: str) -> tuple[str, str]:
     return knob, flag
 
 
-def _known_names(argv: Sequence[str], mapped: set[str]) -> list[tuple[str, str]]:
+def _known_names(argv: Sequence[str], mapped: dict[str, str]) -> list[tuple[str, str]]:
     """Return (knob, flag) of arguments with known names that Hugging Face's parsers do not read.
 
     Examples are `trainer.micro_batch_size=4` and `--micro-batch-size 4`.
@@ -145,10 +145,9 @@ def _known_names(argv: Sequence[str], mapped: set[str]) -> list[tuple[str, str]]
     found: dict[str, str] = {}
     for word in argv[1:]:
         name, equals, _ = word.partition("=")
-        knob = _knob_named(name)
-        dashed = name.startswith("--")
-        if knob and knob not in mapped and (dashed or equals) and name not in KNOWN_FLAGS.values():
-            found.setdefault(knob, name if dashed else name.lstrip("+"))
+        knob, is_flag = _knob_named(name), equals or name.startswith("--")
+        if knob and knob not in mapped and is_flag and name not in KNOWN_FLAGS.values():
+            found.setdefault(knob, name.lstrip("+"))
     return list(found.items())
 
 
@@ -156,9 +155,9 @@ def _knob_named(name: str) -> str | None:
     return _OTHER_NAMES.get(name.lstrip("+-").replace("-", "_").rpartition(".")[2])
 
 
-def declared(script: Script) -> list[str]:
-    """Return the user's `--map` values as typed. Flags known by name are left out, since each command derives them again."""
-    return [f"{knob}={flag}" for knob, flag in script.flags if _knob_named(flag) != knob]
+def declared(script: Script) -> list[tuple[str, str]]:
+    """Return (knob, flag) of the user's `--map`. Flags known by name are left out, since each command derives them again."""
+    return [(knob, flag) for knob, flag in script.flags if _knob_named(flag) != knob]
 
 
 # -- the launcher --------------------------------------------------------------------------------------------------------
@@ -170,14 +169,14 @@ def _launcher_files(line: CommandLine) -> tuple[ArgumentFile, ...]:
         return ()
     given = line.options.get("config_file")
     path = Path(given) if given else _default_config()
-    if given and not os.path.isfile(path):
+    if given and not path.is_file():
         raise UserError(f"{line.launcher[0]} --config_file {given}: no such file")
-    file = read_file(path.resolve(), 0, strict=True, launcher=True) if path is not None and path.is_file() else None
+    file = read_file(path.resolve(), 0, strict=True, launcher=True) if path.is_file() else None
     if file is None:
         return ()
     machines = file.data.get("num_machines", 1)
     if isinstance(machines, int) and machines > 1:
-        raise UserError(several_nodes(f"{given or path}: num_machines: {machines}"))
+        raise UserError(several_nodes(f"{path}: num_machines: {machines}"))
     return (file,)
 
 

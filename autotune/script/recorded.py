@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -102,18 +103,28 @@ def check_candidate(study: str, candidate: Candidate) -> None:
 # -- findings about a script -------------------------------------------------------------------------------------------
 
 
+def options_to_type(known: Script, typed: Script) -> str:
+    """Return the options that the typed command lacks and a study does not supply, as they are typed."""
+    known_flags = known.profile.found_flags
+    missing = [
+        f"--map {knob}={flag}"
+        for knob, flag in declared(known)
+        if known_flags.get(knob) != flag and knob not in dict(typed.flags)
+    ]
+    if _given_config(known) and not _given_config(typed):
+        missing.append(f"--ds-config {shlex.quote(str(known.ds_config))}")
+    return " ".join(missing)
+
+
 def with_findings(study: str, known: Script, typed: Script) -> Script:
     """Return the typed script with a study's findings about it.
 
     Raises:
         UserError: the study's command had something that the typed one lacks; the message says what to add.
     """
-    missing = [f"--map {text}" for text in declared(known) if _is_untyped_map(text, known, typed)]
-    if _given_config(known) and not _given_config(typed):
-        missing.append(f"--ds-config {known.ds_config}")
-    if missing:
+    if missing := options_to_type(known, typed):
         raise UserError(
-            f"study {study} was tuned with {' '.join(missing)}, and what a study names is typed again: add it to the command line"
+            f"study {study} was tuned with {missing}, and what a study names is typed again: add it to the command line"
         )
     profile = data_of(known.profile, typed)
     for name in known.profile.variables.keys() - profile.variables.keys():
@@ -130,11 +141,6 @@ def _given_config(script: Script) -> bool:
     return script.ds_config not in (None, launchers_config(line_of(script), script.files, script.cwd))
 
 
-def _is_untyped_map(text: str, known: Script, typed: Script) -> bool:
-    knob, _, flag = text.partition("=")
-    return known.profile.found_flags.get(knob) != flag and knob not in dict(typed.flags)
-
-
 def data_of(profile: ScriptProfile, typed: Script) -> ScriptProfile:
     """Return the findings about a script that are data, whoever recorded them.
 
@@ -149,13 +155,16 @@ def data_of(profile: ScriptProfile, typed: Script) -> ScriptProfile:
     def is_typed(flag: object) -> bool:
         return flag in names or any(find_key(file.data, (str(flag).rpartition(".")[2],)) for file in files)
 
+    def is_plain(name: str, value: str) -> bool:
+        return os.environ.get(name) == value or (bool(of_the_device([name])) and not _PATH.search(value))
+
     carriers, products = profile.found_flags.items(), profile.product_flags.items()
     return dataclasses.replace(
         profile,
         found_flags={knob: flag for knob, flag in carriers if knob in (MICRO_BATCH, ACCUMULATION) and is_typed(flag)},
         product_flags={flag: size for flag, size in products if isinstance(size, int) and is_typed(flag)},
         spellings={flag: words for flag, words in profile.spellings.items() if _is_spelling(flag, words)},
-        variables={name: value for name, value in profile.variables.items() if _is_plain_variable(name, str(value))},
+        variables={name: value for name, value in profile.variables.items() if is_plain(name, str(value))},
     )
 
 
@@ -167,10 +176,6 @@ def is_data(profile: ScriptProfile, typed: Script) -> bool:
 def _is_spelling(flag: str, words: Any) -> bool:
     mine = re.compile(rf"{re.escape(flag)}(=\w*)?|--no-[\w-]+")
     return all(word is None or (isinstance(word, str) and mine.fullmatch(word)) for word in words)
-
-
-def _is_plain_variable(name: str, value: str) -> bool:
-    return os.environ.get(name) == value or (bool(of_the_device([name])) and not _PATH.search(value))
 
 
 # -- values that name code or paths ------------------------------------------------------------------------------------

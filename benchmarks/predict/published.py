@@ -634,14 +634,12 @@ def judge(cases: Sequence[Case], rows: bool, path: Path | None) -> None:
     print_table("without calibration (* held out)", lines(before), keys=2)
     print_table("after the first row of each source (* held out)", lines(after), keys=2)
     print_table("targets", verdicts(before, after))
-    result: dict[str, Any] = {
+    result = {
         "uncalibrated": lines(before),
         "calibrated": lines(after),
         "targets": verdicts(before, after),
+        "rows": figures,
     }
-    if own := [case for case in cases if case.source.startswith(OWN)]:
-        result["transfer"] = transfer(own)
-    result["rows"] = figures
     write_json(path, result)
 
 

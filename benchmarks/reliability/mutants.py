@@ -40,7 +40,7 @@ KILLED, SURVIVED = ("killed", "timeout", "segfault"), ("survived", "no tests")
 
 def small_copy(folder: Path) -> None:
     """Copies what the tests of one file need, with a configuration that mutates that file alone."""
-    for name in ("autotune", "tests", "search_spaces", "benchmarks/data"):
+    for name in ("autotune", "tests", "search_spaces", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     import tomllib  # of Python 3.11 and later: mutants are of one environment
 
