@@ -99,11 +99,17 @@ class Ground:
     # -- what is left ----------------------------------------------------------------------------------------------------
 
     def processes(self, besides: set[int]) -> list[psutil.Process]:
-        """Living processes of this run, beside this one and those."""
-        found = []
+        """Living processes of this run, beside this one, those and their parents.
+
+        A fork server's parent waits for the end of its namespace.
+        """
+        kept, found = {os.getpid(), *besides}, []
+        for pid in besides:
+            with contextlib.suppress(psutil.Error):
+                kept.add(psutil.Process(pid).ppid())
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                ours = process.environ().get(TOKEN) == str(self.root) and process.pid not in {os.getpid(), *besides}
+                ours = process.environ().get(TOKEN) == str(self.root) and process.pid not in kept
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
@@ -121,7 +127,10 @@ class Ground:
         return left
 
     def _left(self, besides: set[int], trials: Path | None, sockets: bool) -> list[str]:
-        words = [f"process {p.pid} is left: {' '.join(p.cmdline()[3:6])}" for p in self.processes(besides) if alive(p)]
+        words = []
+        for process in self.processes(besides):
+            with contextlib.suppress(psutil.Error):  # it ends now
+                words.append(f"process {process.pid} is left: {' '.join(process.cmdline()[3:6])}")
         words += [f"temporary {path.name} is left" for path in self.temporary.glob("autotune-*") if sockets]
         new = {name for name in set(os.listdir("/dev/shm")) - self._segments if not name.startswith(_OF_ITS_LAUNCHER)}
         in_use = {name for name in new if not used_by_others(name, str(self.root))}
@@ -139,12 +148,6 @@ def allowed(attempt: Callable[[], None]) -> bool:
     except (OSError, subprocess.CalledProcessError):
         return False
     return True
-
-
-def alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def used_by_others(name: str, token: str) -> bool:

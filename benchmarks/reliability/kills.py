@@ -49,7 +49,7 @@ def processes_of(ground: Ground, call: subprocess.Popen[bytes]) -> dict[str, lis
         for one in ground.processes(set())
         if "autotune.workers.fork_server" in one.cmdline() and one.pid != call.pid
     ]
-    ranks = [rank for server in servers for rank in server.children()]
+    ranks = [rank for server in servers for rank in server.children() if rank not in servers]
     return {TUNER: [psutil.Process(call.pid)], SERVER: servers, RANK: ranks}
 
 
