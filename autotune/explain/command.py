@@ -46,8 +46,7 @@ def explain_log(
         raise UserError(f"{name} has more than {MOST_LOG_BYTES // MIB} MiB: give the part around the first error")
     text = _CONTROL.sub("", data.decode("utf-8", errors="replace")).replace("\r", "\n")
     config = load_ds_config(ds_config) if ds_config else None
-    ends = text if len(text) <= 2 * _END else f"{text[:_END]}\n{text[-_END:]}"
-    training = read_training(ends, model, gpus, config)
+    training = read_training(f"{text[:_END]}\n{text[-_END:]}", model, gpus, config)
     failure = find_failure(text)
     if failure is None:
         raise UserError(f"{name} shows no failure: {_EXPECTED}")

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.explain.log import LoggedFailure
-from autotune.explain.tensor import INITIALIZATION, LOADING, FoundTensor, data, find_tensor, place_of
-from autotune.explain.training import Training
+from autotune.explain.tensor import (
+    INITIALIZATION,
+    INNERMOST,
+    LOADING,
+    STEPPING,
+    FoundTensor,
+    find_tensor,
+    place_of,
+    progress_of,
+)
+from autotune.explain.training import Training, data
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.step_time import table_sizes
 from autotune.predict.trace_cache import closed_form_trace
@@ -23,6 +32,7 @@ from autotune.problem.job import NF4, Job, Lora
 from autotune.problem.models import ModelSpec
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.util.units import GIB, format_bytes, format_duration
+from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -44,32 +54,50 @@ class Explanation:
 _FREE_OTHERS = "end the other processes (`nvidia-smi` lists them), or train on another GPU: CUDA_VISIBLE_DEVICES"
 _MUCH_ELSEWHERE = 0.1  # share of a GPU; contexts and communicators of the process itself take less
 _DEFRAGMENT = (
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which lets the allocator use these pieces; it costs nothing"
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (before torch 2.1 max_split_size_mb:128), which lets the allocator use "
+    "these pieces; it costs nothing"
 )
 _MUCH_UNUSED = 0.05  # share of a GPU; the usual cache of blocks is smaller
 _LIKELY = 0.75  # least probability of fitting of a change that is named
+_ONE_TENSOR = (
+    "shorter rows (cutoff_len, max_length) or fewer pixels, and attention that keeps no scores (flash_attention_2, sdpa). "
+    "Neither a ZeRO stage nor checkpointing makes one tensor smaller"
+)
+_ROOM = (
+    "the GPU has room, so its memory is not what ran out: another process held it a moment before, or the system refuses "
+    "(under WSL: memory= in .wslconfig; in a container or a virtual GPU: its limit)"
+)
 _NO_BATCH = "a smaller batch or fewer tokens: these bytes hold no batch"
 
 
 def explain(failure: LoggedFailure, training: Training) -> Explanation:
     """Explain a failure."""
     if failure.collective:
-        return _explain_collective(failure)
+        return _explain_collective(failure, training)
+    of_gpu = failure.kind is OutcomeKind.OOM_DEVICE
+    if not of_gpu or failure.snapshot.asked is None:
+        evidence = "\n".join([*failure.frames[-INNERMOST:], failure.text])
+        for pattern, cause in data()["causes"].items():
+            if match := re.search(pattern, evidence):
+                return Explanation(**{"what": match[0], **cause})
     if failure.kind is OutcomeKind.OOM_HOST:
         return _explain_host(failure, training)
-    if failure.kind is not OutcomeKind.OOM_DEVICE:
-        return _explain_error(failure)
+    return _explain_gpu(failure, training) if of_gpu else Explanation(failure.text[:300])
+
+
+def _explain_gpu(failure: LoggedFailure, training: Training) -> Explanation:
     found, place = find_tensor(failure, training), place_of(failure)
     before_batch = place in (LOADING, INITIALIZATION) or (found is not None and found.tensor.before_batch)
     memory = MemoryTable.of(failure, training)
-    change, is_enough = _remedy(failure, found)
-    if not is_enough and memory is not None:
+    change, is_enough = _remedy(failure, training, found)
+    if not is_enough and memory:
         change = "; or ".join(filter(None, [change, memory.nearest_change(before_batch)]))
     if not change:
         change = _usual_change(training, before_batch)
-    useless = _NO_BATCH if before_batch else ""
-    holds = memory.held() if memory is not None else ""
-    return Explanation(_happened(failure, place), str(found or ""), holds, change, useless, _command(training))
+    holds = memory.held() if memory else ""
+    return Explanation(
+        _happened(failure, place), str(found or ""), holds, change, _NO_BATCH * before_batch, _command(training)
+    )
 
 
 def training_of(job: Job, candidate: Candidate) -> Training:
@@ -94,7 +122,8 @@ def explain_end(ended: str, job: Job, candidate: Candidate) -> list[str]:
     kind, _, reason = ended.partition(": ")
     if kind not in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST):
         return []
-    return explain(LoggedFailure(OutcomeKind(kind), reason), training_of(job, candidate)).lines()[1:-1]
+    found = explain(LoggedFailure(OutcomeKind(kind), reason), training_of(job, candidate))
+    return dataclasses.replace(found, what="", next="").lines()
 
 
 def explain_outcome(candidate: Candidate, outcome: Outcome, job: Job) -> str:
@@ -103,39 +132,46 @@ def explain_outcome(candidate: Candidate, outcome: Outcome, job: Job) -> str:
     if outcome.kind is not OutcomeKind.OOM_DEVICE or held is None or capacity is None:
         return ""
     training = training_of(job, candidate)
-    found = find_tensor(LoggedFailure(outcome.kind, outcome.reason, phase=outcome.phase), training)
+    failure = LoggedFailure(outcome.kind, outcome.reason, phase=outcome.phase)
+    found = find_tensor(failure, training)
     if found is None or not found.formula:
         return ""
-    change = _smaller_bucket(capacity - held) if found.tensor.size == "bucket" else found.tensor.remedy
-    text = f"{found.tensor.name} ({found.size_text}) did not fit beside {format_bytes(held)}"
+    change = _smaller_bucket(capacity - held) if "bucket" in found.tensor.sizes else found.tensor.remedy
+    size = f"{format_bytes(found.asked_bytes)} = {found.formula}"
+    text = f"{found.tensor.name} ({size}) did not fit beside {format_bytes(held)}"
     return ": ".join(filter(None, [text, change]))
 
 
 def _happened(failure: LoggedFailure, place: str) -> str:
     snapshot = failure.snapshot
-    text = "the GPU's memory ran out"
-    if place:
-        text += f" in {place}"
+    text = "the GPU's memory ran out" + f" in {place}" * bool(place)
     if snapshot.asked is not None:
         text += f": {format_bytes(snapshot.asked)} were asked for"
     if snapshot.free is not None and snapshot.total is not None:
         text += f", {format_bytes(snapshot.free)} of {format_bytes(snapshot.total)} were free"
-    return text
+    return text + "; steps before it fitted, so this batch may have longer rows" * (progress_of(failure) == STEPPING)
 
 
-def _remedy(failure: LoggedFailure, found: FoundTensor | None) -> tuple[str, bool]:
+def _remedy(failure: LoggedFailure, training: Training, found: FoundTensor | None) -> tuple[str, bool]:
     """Return the change that follows from the failure itself, and True if nothing else is needed; empty if there is none."""
     snapshot, asked = failure.snapshot, failure.snapshot.asked or 0
     total, others, unused = snapshot.total or 0, snapshot.elsewhere, snapshot.unused or 0
+    if asked > total > 0:
+        return f"{format_bytes(asked)} fit on no GPU of this size: {_ONE_TENSOR}", True
+    if snapshot.is_roomy and (snapshot.free or 0) > asked and snapshot.under_cap is None:
+        return _ROOM, True
     if others > max(asked, _MUCH_ELSEWHERE * total):
-        return f"other processes hold {format_bytes(others)} of this GPU: {_FREE_OTHERS}", True
+        free = data()["engine"] if training.engine else _FREE_OTHERS
+        sure = bool(snapshot.own) or 2 * others > total
+        who = "other processes" if sure else "other processes, or this one outside of torch,"
+        return f"{who} hold {format_bytes(others)} of this GPU: {free}", sure
     if asked and unused > max(asked, _MUCH_UNUSED * total):
         return f"{format_bytes(unused)} are reserved in pieces that are too small: {_DEFRAGMENT}", True
     if found is None:
         return "", False
-    if found.tensor.size == "bucket":
+    if "bucket" in found.tensor.sizes:
         return f"{_smaller_bucket(snapshot.free or 0)}, which costs little: more, smaller all-reduces", True
-    return found.tensor.remedy, found.tensor.size == "copy"
+    return found.tensor.remedy, "copy" in found.tensor.sizes
 
 
 def _smaller_bucket(free_bytes: int) -> str:
@@ -147,7 +183,9 @@ def _smaller_bucket(free_bytes: int) -> str:
 def _usual_change(training: Training, before_batch: bool) -> str:
     """Return what usually helps, if nothing is known of the memory."""
     if not before_batch:
-        return "gradient checkpointing, or half the micro-batch with twice the accumulation"
+        checkpointing = "gradient checkpointing, or " * (not training.checkpointing)
+        batch = "half the micro-batch with twice the accumulation, or " * (training.micro_batch != 1)
+        return f"{checkpointing}{batch}shorter rows"
     if training.candidate.stage < 3:
         return "ZeRO stage 3 under zero.Init, which divides the weights too"
     return "more GPUs, offload_optimizer or offload_param to the cpu, or adapters (LoRA)"
@@ -209,6 +247,8 @@ class MemoryTable:
         resident = {name: memory[name] for name in (WEIGHTS, MASTERS, STATES) if memory[name] > 0.01 * GIB}
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items()) or "all of it is offloaded"
         where = f"at stage {stage}" if training.config else "without ZeRO, of which nothing is shown,"
+        if training.config.get("fsdp"):
+            where = "under FSDP, which divides like stage 3,"
         text = f"{where} a GPU holds {format_bytes(sum(resident.values()))} before any batch: {parts}"
         if stage == 0 and self.predictor.job.ranks > 1:
             text += "; the number of GPUs does not matter, since nothing is divided"
@@ -232,7 +272,7 @@ class MemoryTable:
             if useless or one.needed_bytes > ceiling or one.chance < _LIKELY:
                 continue
             slower = one.step_seconds / one.candidate.micro_batch / (now.step_seconds / own.micro_batch)
-            cost = f"about {slower:.2g}x the time of a row" if slower > 1.02 else "no slower"
+            cost = f"about {max(1, slower):.2g}x the time of a row"
             words = " and ".join(text.format(changes[name]) for name, text in _WORDS.items() if name in changes)
             batch = f"{one.candidate.micro_batch} x {self.predictor.job.seq_len:,} tokens"
             return f"{words}: a GPU then needs about {format_bytes(one.needed_bytes * more)} with {batch}; {cost}"
@@ -275,7 +315,7 @@ def _predictor(training: Training, ranks: int, tokens: int, capacity_bytes: int)
     zero = {"zero_optimization": training.config.get("zero_optimization", {})}
     model = training.model or ModelSpec("model", {}, "a log", count)
     job = Job(model, ranks, tokens, training.precision, lora=lora, base_config=zero)
-    layers = training.size("num_hidden_layers") or 32
+    layers = training.counts(0).get("num_hidden_layers", 32)
     tables = table_sizes(model.config) if model.config and trained == count else []
     sizes = [*[(trained - sum(tables)) // layers] * layers, *tables]
     trace = closed_form_trace(job, "read from a log", (sizes, count - trained))
@@ -288,48 +328,25 @@ def _predictor(training: Training, ranks: int, tokens: int, capacity_bytes: int)
 
 
 def _explain_host(failure: LoggedFailure, training: Training) -> Explanation:
-    count, ranks, own = training.of_model, min(8, training.ranks or 1), training.candidate
-    what = (
-        "a rank was killed (SIGKILL), as the kernel does if main memory runs out"
-        if failure.killed
-        else "main memory ran out"
-    )
-    change = "load the weights once: ZeRO stage 3 with zero.Init (no device_map), or low_cpu_mem_usage=True in 16 bits"
-    holds = []
+    count, ranks = training.of_model or 0, min(8, training.ranks or 1)
+    what = "main memory ran out"
+    if failure.killed:
+        what = "a rank was killed (SIGKILL), as the kernel does if main memory runs out"
+    place, changes, holds = place_of(failure) or progress_of(failure), data()["host"], ""
     if count:
-        holds.append(
-            f"a copy of the weights takes {format_bytes(2 * count)} in 16 bits and {format_bytes(4 * count)} in 32"
-        )
-    if count and ranks > 1:
-        holds.append(f"while {ranks} ranks load one each, {format_bytes(2 * ranks * count)} or more")
-    if own.offloaded:
-        need = 18 * (training.of_optimizer or 0)
-        holds.append(
-            f"offloaded, AdamW takes 16 bytes a parameter and the weights 2: {format_bytes(need)} over all ranks"
-        )
-        change = "offload to NVMe, or leave the optimizer on the GPUs"
-    if place_of(failure) == "saving":
-        change = "stage3_gather_16bit_weights_on_model_save: false, and zero_to_fp32.py later"
-    return Explanation(
-        what,
-        holds="; ".join(holds),
-        change=f"{change}; or more main memory (in a container or a job: a higher limit)",
-        useless="a smaller batch: these bytes hold none" if count else "",
-        next=_command(training),
-    )
+        holds = f"a copy of the weights takes {format_bytes(2 * count)} in 16 bits and {format_bytes(4 * count)} in 32"
+        holds += f"; while {ranks} ranks load one each, {format_bytes(2 * ranks * count)} or more" * (ranks > 1)
+    if training.candidate.offloaded:
+        need = format_bytes(18 * (training.of_optimizer or 0))
+        holds += f"; offloaded, AdamW takes 16 bytes a parameter and the weights 2: {need} over all ranks"
+        place = {"saving": place}.get(place, "offloading")
+    change = f"{changes.get(place, changes[''])}; or more main memory (in a container or a job: a higher limit)"
+    return Explanation(what, "", holds, change, "a smaller batch: these bytes hold none", _command(training))
 
 
-def _explain_collective(failure: LoggedFailure) -> Explanation:
+def _explain_collective(failure: LoggedFailure, training: Training) -> Explanation:
     fields = dict(re.findall(r"(\w+)=(\w+)", failure.collective))
     called = f"{fields.get('OpType', 'a collective')} of {fields.get('NumelIn', 'unknown')} elements"
     what = f"NCCL waited {format_duration(failure.waited_seconds)} for {called}: a rank did not call it"
-    change = "look for the rank that ended, failed or still works: its log has the cause. If one works longer than the others "
-    change += "(tokenizing, saving, generating), raise the limit: ddp_timeout=7200, or init_distributed(timeout=…)"
+    change = data()["collective"] + f". At stage 3 {UNEQUAL_COLLECTIVES}" * (training.candidate.stage == 3)
     return Explanation(what, change=change, useless="a smaller batch: memory did not run out")
-
-
-def _explain_error(failure: LoggedFailure) -> Explanation:
-    for row in data()["errors"]:
-        if match := re.search(row["text"], failure.text):
-            return Explanation(match[0], change=row["change"], useless=row.get("useless", ""))
-    return Explanation(failure.text[:300])

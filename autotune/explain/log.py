@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.workers.failure_classifier import FailureContext, MemorySnapshot, classify_text, is_peer_gone
 
-_STACK_LINES = 120  # lines before an error that may hold its stack; those of several ranks may alternate
+_STACK_LINES = 120  # lines before an error that may tell of it; those of several ranks may alternate
 _HEAD = "Traceback (most recent call last)"
-_FRAME = re.compile(r'File "([^"\n]+)", line \d+, in (\S+)|([^\s│]+\.py):\d+ in (\w+)')  # Python's and rich's
-# prefixes of launchers, Ray and rich: `[rank0]:`, `(Worker pid=7)`, `node1:`, `│`
+_FRAME = re.compile(r'File "([^"\n]+)", line \d+, in (\S+)')
+# the place of a frame in rich's and IPython's form, which may be wrapped, and code, of which only the marked line was running
+_PLACE = re.compile(r"([^\s\"]{1,300}\.py):\s*(\d+),?\s+in\s+([\w.<>]+)")
+_CODE = re.compile(r"^(?:│ *\d+ │.*|  +\d+ .*|│? *(?:❱|-+>) *\d+(.*))$", re.MULTILINE)
+# prefixes of launchers, loggers and Ray: `[rank0]:`, `(Worker pid=7)`, `node1:`, a time, a level
 _PREFIX = re.compile(
-    r"^(?:\[rank\d+\]:|\(\w+ pid=\d+[^)]*\)|│|(?![\w.]*(?:Error|Exception):)[\w.-]+:(?= +(?:File|Trace|[\w.]+Error\b)))\s?"
+    r"^(?:(?:\[[^\]\n]{1,90}\]|\(\w+ (?:pid|ip)=[^)]*\)|\d{2,4}-\d\d[-\d]*T?|\d\d:\d\d:\d\d[\d.,]*Z?|>"
+    r"|(?:INFO|WARNING|ERROR|std(?:err|out))\b|(?![\w.]*(?:Error|Exception|Exit|Interrupt):)[\w.-]+:(?=\s))[\s:]*)+"
 )
 _LINE_WITH_ERROR = re.compile(
     r"error|exception|memory|alloc|kill|abort|fatal|fail|fell|fallen|\bbus\b|space left|watchdog|not equal|NCCL WARN|exit ?code"
@@ -23,8 +27,13 @@ _LINE_WITH_ERROR = re.compile(
 )
 _NUMBERS = re.compile(r"[\d.]+")
 _RAISED = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")  # the line of an exception, at its start
-_KILLED = re.compile(r"(?:return code = |exit ?code\W+)-9\b|SIGKILL|[Ss]ignal 9\b|^Killed|oom[-_]kill|Killed process")
-_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\((.*)\) ran for (\d+) milliseconds")
+_WRAPPED = range(60, 250)  # characters of a line that a terminal may have wrapped
+_NEXT = re.compile(r"\s*$|Traceback|File |\S+(?:Error|Exception|Exit|Interrupt)\b|Killing|[A-Z]+:")
+_KILLED = re.compile(
+    r"(?:return code = |exit ?code\W+)-9\b|SIGKILL|[Ss]ignal 9\b|\bKilled(?:\s{2}|$)|OOM.?Killed|oom[-_]kill|Killed process"
+    r"|task \d+: Out Of Memory|(?<!\w)OUT_OF_ME"
+)
+_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: Work\wCCL\((.*)\) ran for (\d+) milliseconds")
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class LoggedFailure:
     text: str  # the line of the error
     frames: tuple[str, ...] = ()  # "file function code", outermost first
     phase: Phase | None = None  # phase of a trial, which is known without its frames
+    before: tuple[str, ...] = ()  # lines before it, which may tell what the training was doing
     killed: bool = False  # SIGKILL, by the kernel for want of main memory as far as a log can tell
     collective: str = ""  # fields of the WorkNCCL that a rank did not join
     waited_seconds: float = 0.0  # for that collective
@@ -51,6 +61,9 @@ def find_failure(text: str) -> LoggedFailure | None:
     An OOM of a GPU comes before anything else, since its rank's end makes the others fail. Then come other errors in the log's
     order, a rank that was killed, and collectives that a rank did not join.
     """
+    if re.search(r"❱|^-+> \d", text, re.MULTILINE):
+        text = _CODE.sub(r"\1", re.sub("[│╭╮╰╯─]", " ", text))
+        text = _PLACE.sub(r'File "\1", line \2, in \3', text)
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     places: dict[str, int] = {}  # lines that differ in numbers alone repeat what the first says
     for at, line in enumerate(lines):
@@ -69,14 +82,17 @@ def _precedence(failure: LoggedFailure) -> tuple[bool, ...]:
 
 def _failure_at(lines: list[str], at: int) -> LoggedFailure | None:
     line = lines[at].strip()
-    message = " ".join([line, *(one.strip() for one in lines[at + 1 : at + 4] if "iB" in one)])  # a terminal wraps it
+    pairs = itertools.pairwise(lines[at : at + _STACK_LINES])
+    wrapped = itertools.takewhile(lambda pair: len(pair[0]) in _WRAPPED and not _NEXT.match(pair[1]), pairs)
+    message = " ".join([line, *(one.strip() for _, one in wrapped)])
+    before = tuple(lines[max(0, at - _STACK_LINES) : at])
     if collective := _COLLECTIVE.search(message):
         return LoggedFailure(None, line, collective=collective[1], waited_seconds=int(collective[2]) / 1000)
     if _KILLED.search(line):
-        return LoggedFailure(OutcomeKind.OOM_HOST, line, killed=True)
+        return LoggedFailure(OutcomeKind.OOM_HOST, line, killed=True, before=before)
     if is_peer_gone(line):
         return None
-    stack = _stack_above(lines, at)
+    stack = [one for one in _stack_above(lines, at) if one.strip()]
     found = classify_text("\n".join([*stack, message]), FailureContext("cuda", MemorySnapshot.of(message)))
     if found is None and not _RAISED.match(line):
         return None
@@ -85,7 +101,7 @@ def _failure_at(lines: list[str], at: int) -> LoggedFailure | None:
         for frame, code in itertools.pairwise([*stack, ""])
         if (match := _FRAME.search(frame))
     )
-    return LoggedFailure(found[0] if found else None, message, tuple(frames))
+    return LoggedFailure(found[0] if found else None, message, tuple(frames), before=before)
 
 
 def _stack_above(lines: list[str], at: int) -> list[str]:

@@ -6,15 +6,23 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
 from autotune.predict.step_time import layer_parameters, table_sizes
-from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate, knobs_of
+from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, ZERO_DEFAULTS, Candidate, knobs_of
 from autotune.problem.models import ModelSpec, resolve_model, shipped_models, text_config
 from autotune.util.files import shipped_json
 from autotune.util.interpreter import OWN
+from autotune.util.units import format_count
+
+
+@cache
+def data() -> dict[str, Any]:
+    """Return `data/explanations.json`."""
+    return dict(shipped_json("explanations.json"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,8 @@ class Training:
     tokens: int | None = None  # of a row
     checkpointing: bool = False
     precision: str = "bf16"
+    partition: int | None = None  # elements that a rank steps
+    engine: bool = False  # an engine of inference (vLLM, SGLang) works beside it
     config: dict[str, Any] = field(default_factory=dict)  # DeepSpeed config; empty if nothing is shown of it
 
     @property
@@ -57,35 +67,53 @@ class Training:
         """Return the tokens of a row if they are known, or else the usual ones."""
         return (self.tokens,) if self.tokens else usual
 
-    def size(self, key: str) -> int | None:
-        """Return a size in the model's configuration, or None."""
-        config = self.model.config if self.model else {}
-        value = text_config(config).get(key)
-        return value if isinstance(value, int) else None
+    def counts(self, tokens: int) -> dict[str, Any]:
+        """Return what sizes of tensors depend on, by the names in `data/explanations.json`. Missing or None: unknown.
+
+        Args:
+            tokens: of a row.
+        """
+        config = text_config(self.model.config if self.model else {})
+        parameters, ranks = self.of_optimizer, max(1, (self.ranks or 1) * min(1, self.candidate.stage))
+        return {
+            **config,
+            "rows": self.micro_batch or 1,
+            "tokens": tokens,
+            "parameters": parameters,
+            "named": f"{format_count(parameters or 0).strip()} {'trained ' * bool(self.trained)}parameters",
+            "ranks": ranks,
+            "per rank": 1 / ranks,
+            "partition": self.partition,
+            "layers": layer_parameters(config),
+            "per layer": 1 / config.get("num_hidden_layers", 1),
+            "bucket": int(knobs_of(self.config).get("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"])),
+        }
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
 
 _NOMINAL = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s?b(?!\w)", re.IGNORECASE)
+_PARTS = re.compile("[-_/ ]")  # of a name
 
 
 def known_model(name: str, *, typed: bool) -> tuple[ModelSpec | None, int | None]:
     """Return a model by a name, a Hub id or a folder, and the number of parameters in its name if there is no such model.
+
+    A model is known by a name that has the parts of a known one in their order, as `llama-2-chat-7b-lora` has `llama-2-7b`.
 
     Raises:
         UserError: the name was typed, and says nothing.
     """
     if typed and Path(name).exists():
         return resolve_model(name, interpreter=OWN), None
-    plain = name.rstrip("/").rsplit("/", 1)[-1].lower()
     shapes = shipped_json("model_shapes.json")["models"]
     known = {begin: ModelSpec(begin, config, "model_shapes.json") for begin, config in shapes.items()}
-    known |= {spec.source.rstrip("/").rsplit("/", 1)[-1].lower(): spec for spec in shipped_models().values()}
     known |= shipped_models()
-    beginnings = [begin for begin in known if plain.startswith(begin)]
-    if beginnings:
-        return known[max(beginnings, key=len)], None
-    nominal = _NOMINAL.search(re.sub(r"[-_/]", " ", name))
+    plain = f"-{_PARTS.sub('-', name.lower())}-"
+    found = [one for one in known if re.search(f"-{_PARTS.sub('-(?:.*-)?', one)}-", plain)]
+    if found:
+        return known[max(found, key=len)], None
+    nominal = _NOMINAL.search(_PARTS.sub(" ", name))
     if nominal is None and typed:
         raise UserError(
             f"--model {name}: not known offline; give a folder with its config.json, or its number of parameters like 6.74B"
@@ -95,47 +123,8 @@ def known_model(name: str, *, typed: bool) -> tuple[ModelSpec | None, int | None
 
 # -- log ---------------------------------------------------------------------------------------------------------------
 
-
-def _option(*names: str, value: str = r"([\w./-]+)") -> re.Pattern[str]:
-    """Return a pattern of `--name value`, `name=value`, `name: value` and `"name": value`."""
-    return re.compile(rf"""\b(?:{"|".join(names)})['"]?(?:\s*[:=]\s*|\s+)['"]?{value}""")
-
-
 _NUMBER = r"(\d[\d,_]*)\b(?!\.\d)"
-_MODEL = _option(
-    "(?:_|pretrained_model_|model_|base_model_)name_or_path", "base_model", "model_id_or_path", "model_name", "--model"
-)
-_TRAINED = re.compile(rf"trainable params: {_NUMBER}|Number of trainable parameters = {_NUMBER}")
-_ALL = re.compile(rf"all params: {_NUMBER}")
-_RANKS = _option("(?:dist_)?world[ _-]size", "num[ _]processes", value=_NUMBER)
-_PER_NODE = _option("num[ _]gpus", "nproc[-_]per[-_]node", value=_NUMBER)
-_NODES = _option("nnodes", "num[ _]nodes", "num[ _]machines", value=_NUMBER)
 _RANK = re.compile(r"(?:[Rr]ank ?|local_rank: |\bGPU )(\d+)")
-_MICRO_BATCH = _option(
-    "per_device_train_batch_size",
-    "(?:train_)?micro_batch_size(?:_per_gpu)?",
-    "Instantaneous batch size per device",
-    value=_NUMBER,
-)
-_TOKENS = _option(
-    "cutoff_len",
-    "max_(?:seq_)?len(?:gth)?",
-    "max_seq_length",
-    "model_max_length",
-    "block_size",
-    "sequence_len",
-    value=_NUMBER,
-)
-_CHECKPOINTING = _option("gradient_checkpointing", value=r"([Tt]rue|[Ff]alse)")
-_PRECISION = re.compile(r"""\b(bf16|fp16)['"]?(?:\s*[:=]\s*|\s+)['"]?(?:[Tt]rue|\{\s*['"]enabled['"]: [Tt]rue)""")
-_ADAPTERS = re.compile(r"\bq?lora\b|\bpeft\b|lora_\w|LoraConfig", re.IGNORECASE)
-_QUANTIZED = re.compile(
-    r"load_in_4bit\W+True|\bnf4\b|quantization_bit[ :=]+4|\bqlora\b|Linear4bit|_4bit\b", re.IGNORECASE
-)
-_STAGE = _option("zero[-_](?:optimization_)?stage", "stage", value=r"([0-3])\b")
-_STAGE_BY_NAME = re.compile(
-    r"(?:zero|z|stage)_?-?([0-3])(?:_offload)?[\w-]*\.json|ZeRoOffload|stage3\.py|partition_parameters\.py"
-)
 _LONGEST_CONFIG = 20_000  # characters
 
 
@@ -150,41 +139,53 @@ def read_training(
     Raises:
         UserError: the model is not known.
     """
-    name = model or _last(_MODEL, text) or ""
+    name = model or _option(text, "model", r"([\w./-]+)") or ""
     spec, nominal = known_model(name, typed=model is not None)
-    counted, trained = _number(_ALL, text), _number(_TRAINED, text)
-    adapters = _ADAPTERS.search(text) is not None
-    if counted is None and not adapters:  # Trainer says how many are trained, which are all
-        counted = trained
+    counted, trained = _number(_said(text, "all parameters")), _number(_said(text, "trained"))
+    adapters = _said(text, "adapters") is not None
+    if not adapters:  # Trainer says how many are trained, which are all
+        counted = counted or trained
     return Training(
         model=spec,
         parameters=counted or nominal,
-        nominal=counted is None and nominal is not None,
-        trained=trained if trained != counted else None,
+        nominal=not counted,
+        trained=trained * (trained != counted),
         adapters=adapters,
-        quantized=_QUANTIZED.search(text) is not None,
+        quantized=_said(text, "quantized") is not None,
         ranks=ranks or _ranks(text),
-        micro_batch=_number(_MICRO_BATCH, text),
-        tokens=_number(_TOKENS, text),
-        checkpointing=_last(_CHECKPOINTING, text) in ("True", "true"),
-        precision=_last(_PRECISION, text) or "bf16",
+        micro_batch=_number(_option(text, "micro-batch")),
+        tokens=_number(_option(text, "tokens")),
+        checkpointing=_said(text, "checkpointing") is not None,
+        precision=(_said(text, "precision") or "bf16").lower(),
+        partition=_number(_said(text, "partition")),
+        engine=_said(text, "engine") is not None,
         config=config or _config(text),
     )
 
 
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
+def _said(text: str, fact: str) -> str | None:
+    """Return the last group of the last match of a fact's pattern, or None."""
+    found = list(re.finditer(data()["facts"][fact], text, re.IGNORECASE))
+    return next(filter(None, found[-1].groups()), found[-1][0]) if found else None
+
+
+def _option(text: str, name: str, value: str = _NUMBER) -> str | None:
+    """Return the last value that is given as `--name value`, `name=value`, `name: value` or `"name": value`, or None."""
+    pattern = rf"""(?<!\w)(?:{data()["options"][name]})['"]?(?:\s*[:=]\s*|\s+)['"\[]?{value}"""
+    found = re.findall(pattern, text, re.IGNORECASE)
     return found[-1] if found else None
 
 
-def _number(pattern: re.Pattern[str], text: str) -> int | None:
-    found = _last(pattern, text)
-    return int(re.sub(r"[,_]", "", found)) if found else None
+def _number(found: str | None) -> int:
+    """Return a number, 0 for None."""
+    return int(re.sub(r"[,_]", "", found or "0"))
 
 
 def _ranks(text: str) -> int | None:
     """Return the number of ranks that a log says, or of those that it names from 0 on: one GPU's number tells of no others."""
-    said = [_number(_RANKS, text) or 0, (_number(_PER_NODE, text) or 0) * (_number(_NODES, text) or 1)]
+    per_node, nodes = _number(_option(text, "ranks of a node")), _number(_option(text, "nodes"))
+    said = [_number(_option(text, "ranks")), per_node * max(1, nodes)]
+    said += [gpus.count(",") + 1 for gpus in re.findall(r"(?:VISIBLE_DEVICES=|localhost:)([\d,]*\d)", text)]
     named = set(map(int, _RANK.findall(text)))
     if len(named) > 1 and named == set(range(len(named))):
         said.append(len(named))
@@ -192,7 +193,7 @@ def _ranks(text: str) -> int | None:
 
 
 def _config(text: str) -> dict[str, Any]:
-    """Return a DeepSpeed config that a log prints, or the stage that it names; empty if it does neither."""
+    """Return a DeepSpeed config that a log prints, or what it says of one; empty if it does neither."""
     for match in re.finditer(r"""['"]zero_optimization['"]""", text):
         earliest = max(0, match.start() - _LONGEST_CONFIG)
         start = text.rfind("{", earliest, match.start())
@@ -201,13 +202,18 @@ def _config(text: str) -> dict[str, Any]:
             if "zero_optimization" in found:
                 return found
             start = text.rfind("{", earliest, start)
-    named = _STAGE_BY_NAME.search(text)
-    stage = _last(_STAGE, text) or (named and (named[1] or "3"))
-    return {"zero_optimization": {"stage": int(stage)}} if stage else {}
+    stage = _option(text, "stage", r"([0-3])\b") or _said(text, "stage by name")
+    if not stage:
+        return {}
+    zero: dict[str, Any] = {"stage": int(stage) if stage.isdigit() else 3}
+    zero |= {
+        f"offload_{part}": {"device": "cpu"} for part in ("optimizer", "param") if _said(text, f"offloaded {part}")
+    }
+    return {"zero_optimization": zero, "fsdp": re.search("fsdp|shard", stage, re.IGNORECASE) is not None}
 
 
 def _mapping_at(text: str, start: int) -> dict[str, Any]:
     """Return the JSON object that begins there, as DeepSpeed prints its config; empty if there is none."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return dict(json.JSONDecoder().raw_decode(text, start)[0])
     return {}

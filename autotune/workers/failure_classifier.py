@@ -291,7 +291,7 @@ _ASKED = (
 _TOTAL = re.compile(rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity|Device limit\s*: {_SIZE}")
 _FREE = re.compile(rf"{_SIZE} is free|{_SIZE} free;|Free \(according to CUDA\)\s*: {_SIZE}")
 _ALLOWED = re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}|user-supplied memory fraction\)\s*: {_SIZE}")
-_OWN = re.compile(rf"this process has {_SIZE} memory in use")
+_OWN = re.compile(rf"this process has (?!\d{{6}}){_SIZE} memory in use")  # 2^64 bytes: torch cannot read it
 _ALLOCATED = re.compile(
     rf"Of the allocated memory {_SIZE} is allocated|{_SIZE} already allocated|Currently allocated\s*: {_SIZE}"
     rf"|MPS allocated: {_SIZE}"

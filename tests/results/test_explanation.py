@@ -98,6 +98,15 @@ def test_nothing_is_advised_that_was_tried_in_vain() -> None:
         ("54", '"zero_allow_untested_optimizer": true'),
         ("58", "3.83 GiB are reserved in pieces"),
         ("61", "ZeRO stage 3: a GPU then needs about"),
+        ("67", "14.04 GiB are reserved in pieces"),
+        ("68", "make the model under zero.Init"),
+        ("70", "the GPU has room"),
+        ("71", "355.43 GiB fit on no GPU of this size: shorter rows"),
+        ("72", "lower the inference engine's share"),
+        ("73", '"pin_memory": false'),
+        ("74", "make the model under zero.Init"),
+        ("75", "the three numbers must multiply"),
+        ("76", "fewer data loader workers"),
     ],
 )
 def test_the_change_is_what_helped_or_what_the_numbers_prove(number: str, change: str) -> None:
@@ -113,7 +122,7 @@ def test_a_log_alone_may_tell_model_ranks_and_stage(
     """Several ranks print at once, with the launcher's prefixes and the codes of a terminal."""
     text = (CASES / "01-LlamaFactory-1221.txt").read_text()
     log = tmp_path / "train.log"
-    ranks = text.replace("\n", "\x1b[0m\n\x1b[31m[rank3]: ")
+    ranks = text.replace("\n", "\x1b[0m\r\n\x1b[31m2026-03-20T17:39:14.5Z [INFO] node1: [rank3]: ")
     log.write_text(f"{COMMAND}\n{ranks}\nexits with return code = -9")
     code, out, _ = call(monkeypatch, capsys, "explain", str(log))
     assert code == 0
@@ -138,6 +147,12 @@ def test_what_a_log_says_is_not_taken_for_more() -> None:
     assert read_training("GPU 5 has").ranks is None
     assert read_training("[rank0]: a\n[rank1]: b").ranks == 2
     assert not read_training("Number of trainable parameters = 1,000").adapters
+    assert read_training("world_size 16 != 1 * 8 * 1").ranks is None
+    assert read_training("--model starcoder2-7b").model is None
+    known = read_training("--model Qwen/Qwen2.5-Coder-7B-Instruct --deepspeed zero3_offload NPROC_PER_NODE=4")
+    assert known.model is not None
+    assert known.model.name == "qwen2.5-7b"
+    assert (known.ranks, known.candidate.stage, known.candidate.offload_param) == (4, 3, "cpu")
 
 
 @pytest.mark.parametrize(
