@@ -54,7 +54,8 @@ $(VENV)/.ops: $(VENV)/.installed
 # The oldest supported versions, in an environment of their own: ranks, exports, versions. It has links to this environment's torch,
 # which saves a download; OLD_TORCH=2.6.0 installs the oldest torch in yet another one. DeepSpeed's ops are built first, since two
 # workers that wait for compilers run into their tests' limits. The seed is left alone: DeepSpeed 0.16 has a hook of
-# pytest-randomly's that refuses a seed of more than 32 bits.
+# pytest-randomly's that refuses a seed of more than 32 bits. The CUDA build of torch 2.6 brings triton, with which DeepSpeed 0.16
+# cannot be imported where there is no GPU.
 OLD_TORCH ?=
 OLD := .venv-oldest$(OLD_TORCH)
 IN_OLD := PATH="$(CURDIR)/$(OLD)/bin:$$PATH" $(OLD)/bin/python
@@ -80,6 +81,7 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt $(VENV)/.installed
 	$(OLD)/bin/python -m pip install -q "setuptools>=77" wheel ninja -c environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation -r environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(if $(GPU),,$(OLD)/bin/python -m pip uninstall -q -y triton)
 	touch $@
 
 # Several machines: real sshd's in network namespaces, a Slurm of two nodes, a PostgreSQL for several tuners, and a Ray of two, whose
