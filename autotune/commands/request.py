@@ -209,7 +209,7 @@ class Options(BaseModel):
         Option(
             "package.module:function that returns (model, batches). It replaces the model.",
             Panel.TRAINING,
-            "run plan",
+            "run",
             metavar="MODULE:FUNCTION",
             is_code=True,
         ),
@@ -229,7 +229,7 @@ class Options(BaseModel):
         Option(
             "Height and width of images in pixels, if the model's configuration has none.",
             Panel.TRAINING,
-            "run plan",
+            "run",
             metavar="PIXELS",
         ),
     ] = None

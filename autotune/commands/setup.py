@@ -409,7 +409,7 @@ def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
             unprotected=request.unprotected,
             interpreter=interpreter,
         )
-    others = "a folder, or a Hub id; or --workload; `autotune run -- train.py` takes your script"
+    others = "a folder, or a Hub id; `autotune run -- train.py` takes your script"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
 
 

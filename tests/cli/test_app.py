@@ -90,7 +90,7 @@ FILES = {
         (("plan", "precision.yaml"), "precision.yaml:3: precision bf17: expected"),
         ((*BASE, "--max-trials", "0"), "at least 1"),
         (("show", "nothing-here"), "no study"),
-        (("plan", "--gpu", "h100"), "or --workload; `autotune run -- train.py`"),
+        (("plan", "--gpu", "h100"), "or a Hub id; `autotune run -- train.py`"),
         (("spaces", "show", "zero22"), "did you mean"),
         (("frobnicate",), "frobnicate"),
         (("gallery", "list"), "gallery is gone: every search starts"),
