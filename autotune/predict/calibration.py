@@ -310,21 +310,22 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
 
 _QLORA_PEAK = 1.47607
 _LORA_PEAK, _LORA_STAGE3_PEAK = 1.97101, 1.27933  # on several GPUs of one machine
-_STAGE3_PEAK = 1.49822  # full training on one GPU, without offload
+_STAGE3_PEAK = (1.49822, 1.09399)  # full training without offload on one GPU, and on several of one machine
 _STAGE3_STEP = 1.15256  # full training on several GPUs of one machine, without offload
-_NODES_STEP = 1.03368  # full training on several machines
+_NODES_STEP = 1.05047  # full training on several machines
 
 
 def coverage_factors(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:
     """Return (n,) factors each on the intervals of peaks and of steps, until a trial has been observed."""
     adapted, one_machine = columns.lora > 0, hardware.nodes == 1
-    alone, several = hardware.count == 1, one_machine and hardware.count > 1
-    whole_stage3 = (columns.stage == 3) & (columns.offload_optimizer == 0) & (columns.offload_param == 0)
-    peak = np.where(adapted & several, np.where(whole_stage3, _LORA_STAGE3_PEAK, _LORA_PEAK), 1.0)
+    several = one_machine and hardware.count > 1
+    stage3 = (columns.stage == 3) & (columns.offload_optimizer == 0) & (columns.offload_param == 0)
+    peak = np.where(adapted & several, np.where(stage3, _LORA_STAGE3_PEAK, _LORA_PEAK), 1.0)
     if job.lora and job.lora.quantize:
         peak = np.where(adapted, _QLORA_PEAK, peak)
-    peak = np.where(~adapted & whole_stage3 & alone, _STAGE3_PEAK, peak)
-    step = np.where(~adapted & whole_stage3 & several, _STAGE3_STEP, 1.0)
+    full = stage3 & ~adapted
+    peak = np.where(full & one_machine, _STAGE3_PEAK[several], peak)
+    step = np.where(full & several, _STAGE3_STEP, 1.0)
     return peak, np.where(~adapted & (not one_machine), _NODES_STEP, step)
 
 

@@ -167,7 +167,7 @@ Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of al
 
 def untraced_note(why: str, counted: bool = False) -> str:
     """Describe the closed-form estimate and its wider intervals; FLOPs stay exact if the parameters were `counted`."""
-    times = "of computing times" if counted else "times"
+    times = "computing times" if counted else "times"
     return (
         f"the model is not traced ({why}): activations and {times} are those of a dense model of its size, and their "
         f"intervals {UNTRACED:g} times as wide"

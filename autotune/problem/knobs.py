@@ -696,7 +696,7 @@ def facts(knob: Knob) -> dict[str, str]:
         "since deepspeed": dotted(knob.since),
         "until deepspeed": dotted(knob.until),
         "changes what is computed": knob.lossy,
-        "in the config": knob.path,
+        "in the config": knob.path or "nowhere: it is of the model or the environment",
     }
     return {what: said for what, said in told.items() if said}
 

@@ -365,7 +365,7 @@ def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_param
     monkeypatch.setattr(tracer, "loss_of", fails)
     made = trace_job(job)
     assert (made.exact, made.note) == (False, untraced_note("RuntimeError: this kernel is for CUDA", counted=True))
-    assert made.note.endswith("intervals of activations and of computing times are 3 times as wide")
+    assert "activations and computing times are those of a dense model of its size" in made.note
     assert (made.parameters, made.frozen) == (exact.parameters, exact.frozen)
 
 
@@ -426,17 +426,6 @@ def test_own_code_is_traced_without_a_sandbox_only_if_the_user_agrees(
             tracing._ask_tracer(job, [], 60.0, lambda: False)
     for job in (make_job(), replace(workload, unprotected=True)):
         assert tracing._ask_tracer(job, [], 60.0, lambda: False) == {"untraceable": "no answer"}, "it ran"
-
-
-def test_plan_runs_no_workload_without_a_sandbox(
-    no_protection: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text("def make(): open('ran', 'w')\n")
-    monkeypatch.chdir(tmp_path)
-    words = ("plan", "--workload", "mine:make", "--gpu", "a100-80gb", "--gpus", "1", "--seq-len", "32")
-    code, _, err = call(monkeypatch, capsys, *words)
-    assert (code, err.count("--unprotected")) == (2, 1)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_full_temporary_folder_ends_a_plan_in_one_line(
