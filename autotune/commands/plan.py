@@ -17,7 +17,7 @@ from autotune.predict.calibration import TIME
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.step_time import cores_of
-from autotune.predict.trace import missing_packages, trace_job, traced_predictor
+from autotune.predict.trace import missing_packages, traced_predictor
 from autotune.predict.trace_cache import known_trace, with_runnable_attention
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import (
@@ -29,12 +29,12 @@ from autotune.predict.what_if import (
     whole_bytes,
 )
 from autotune.predict.zero_memory import saved_bytes
-from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
+from autotune.problem.candidate import LOSS, Candidate
 from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
-from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, WayPlan
+from autotune.results.plan import CardPlan, Outlook, Plan, WayPlan
 from autotune.search.sampler import FeasibleSampler
 
 
@@ -121,7 +121,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False
         zero_init_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware, zero_init=True),
         whole_bytes=whole_bytes(setup.job, parameters, counted.candidate),
         save_bytes=float(saved_bytes(setup.job, predictor.trace, columns_of([counted.candidate], setup.job))[0]),
-        chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
+        whole_loss=_whole_loss(predictor, candidates, table),
     )
     if not elsewhere:
         return plan
@@ -179,30 +179,13 @@ def _with_answer(card: CardPlan, answer: Outlook | None) -> CardPlan:
 
 
 MOST_SHOWN = 5  # fastest configs of a plan
-WORTH = 0.02  # share of memory or speed; a smaller gain of a loss in chunks is not shown
-LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
 
 
-def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Prediction | None) -> ChunkedLoss | None:
-    """Return the effect of a loss in chunks if logits and loss are a large part of the peak, else None.
-
-    None too if it would neither save memory nor allow a faster config.
-    """
-    job, hardware = predictor.job, predictor.hardware
-    if before is None or job.loss != FULL or before.memory["logits and loss"] < LARGE_LOSS * before.peak_bytes:
-        return None
-    trace = trace_job(job, loss="chunked", device=hardware.device)
-    if not trace.exact or not predictor.trace.exact:
-        return None  # the closed form of the logits is the same
-    in_chunks = Predictor(job, hardware, trace, widened=predictor.widened)
-    whole = [one for one in candidates if not (one.get(LIGER) or ATTENTION in one.as_dict or LOSS in one.as_dict)]
-    if before.candidate not in whole:
-        return None  # its way of building the model has another trace
-    fastest = in_chunks.ranked(in_chunks.table(whole))[:1]
-    same, then = in_chunks.predict(before.candidate), in_chunks.predict(whole[fastest[0]]) if fastest else None
-    saves = same.peak_bytes < (1 - WORTH) * before.peak_bytes  # the peak may be elsewhere without the logits
-    faster = then is not None and then.samples_per_second > (1 + WORTH) * before.samples_per_second
-    return ChunkedLoss(same, then) if saves or faster else None
+def _whole_loss(predictor: Predictor, candidates: list[Candidate], table: Table) -> Prediction | None:
+    """Return the fastest config that makes all logits, or None if none fits."""
+    fitting = (candidates[i] for i in predictor.ranked(table))
+    found = next((one for one in fitting if one.get(LOSS, FULL) == FULL), None)
+    return None if found is None else predictor.predict(found)
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table) -> list[Prediction]:
@@ -210,7 +193,9 @@ def _best(predictor: Predictor, candidates: list[Candidate], table: Table) -> li
     chosen: dict[tuple[Any, ...], int] = {}
     for i in predictor.ranked(table):
         c = candidates[i]
-        chosen.setdefault((c.stage, c.checkpointing, c.offload_optimizer, c.offload_param, c.micro_batch), i)
+        chosen.setdefault(
+            (c.stage, c.checkpointing, c.offload_optimizer, c.offload_param, c.micro_batch, c.get(LOSS)), i
+        )
         if len(chosen) == MOST_SHOWN:
             break
     return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []

@@ -283,8 +283,9 @@ class Predictor:
         if len(ways) <= 1:
             trace = self._traces[next(iter(ways))] if ways else self.trace
             return self._prepare(trace, candidates)
-        parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
-        return Prepared.joined(parts, list(ways.values()))
+        return Prepared.joined(
+            [(self._prepare(self._traces[way], [candidates[i] for i in at]), at) for way, at in ways.items()]
+        )
 
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
@@ -634,6 +635,7 @@ class Prepared:
     uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
     loss: Floats  # (n,) bytes of logits and loss while both exist; 0 if the loss is computed in chunks
     trace: Trace | None = None  # of all candidates; None if they differ
+    parts: tuple[tuple[Prepared, list[int]], ...] = ()  # if they differ: each trace's candidates, and their indices
 
     @classmethod
     def of(
@@ -651,25 +653,22 @@ class Prepared:
         work = step_work(job, hardware, trace, c, loss)
         return cls(c, b, work, quirks_of(c, hardware.nodes), features, doubt, uneven, loss, trace)
 
-    def on(self, job: Job, hardware: Hardware) -> Prepared | None:
-        """Return the same candidates of the same job on another machine of the same device: no size depends on it.
-
-        None if they have different traces.
-        """
-        c, trace = self.columns, self.trace
-        if trace is None:
-            return None
+    def on(self, job: Job, hardware: Hardware) -> Prepared:
+        """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
+        if self.trace is None:
+            return Prepared.joined([(part.on(job, hardware), at) for part, at in self.parts])
         return dataclasses.replace(
             self,
-            work=step_work(job, hardware, trace, c, self.loss),
-            quirks=quirks_of(c, hardware.nodes),
-            features=_features(c, job, hardware, trace),
+            work=step_work(job, hardware, self.trace, self.columns, self.loss),
+            quirks=quirks_of(self.columns, hardware.nodes),
+            features=_features(self.columns, job, hardware, self.trace),
         )
 
     @classmethod
-    def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
-        """Join parts with different traces; `at` holds the indices of each part's candidates."""
-        order = np.argsort(np.concatenate([np.array(places) for places in at]))
+    def joined(cls, parts: Sequence[tuple[Prepared, list[int]]]) -> Prepared:
+        """Join parts with different traces, each with the indices of its candidates."""
+        order = np.argsort(np.concatenate([np.array(at) for _, at in parts]))
+        made = [part for part, _ in parts]
 
         def beside(whole: list[Any], names: Sequence[str]) -> dict[str, Any]:
             return {name: np.concatenate([getattr(one, name) for one in whole])[order] for name in names}
@@ -678,14 +677,15 @@ class Prepared:
             kind = type(whole[0])
             return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
 
-        memories = [part.memory for part in parts]
+        memories = [part.memory for part in made]
         moments = tuple(name for one in memories for name in one.moments)  # each part has its own moments
         terms = {name: [one.terms[name] for one in memories] for name in memories[0].terms}
         return cls(
-            joined([part.columns for part in parts]),
+            joined([part.columns for part in made]),
             MemoryEstimate(moments, {name: _diagonal(sizes)[..., order] for name, sizes in terms.items()}),
-            joined([part.work for part in parts]),
-            **beside(parts, _PER_CANDIDATE),
+            joined([part.work for part in made]),
+            **beside(made, _PER_CANDIDATE),
+            parts=tuple(parts),
         )
 
     def rows(self, chosen: Flags | Places) -> Prepared:
@@ -696,7 +696,6 @@ class Prepared:
             MemoryEstimate(self.memory.moments, terms),
             StepWork(**{name: value[chosen] for name, value in vars(self.work).items()}),
             **{name: getattr(self, name)[chosen] for name in _PER_CANDIDATE},
-            trace=self.trace,
         )
 
 

@@ -41,8 +41,7 @@ class OtherHardware:
     ) -> None:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
-        self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
-        self._prepared: list[tuple[Job, str, Prepared]] = []  # sizes of a job's candidates, by job and device
+        self._prepared: list[tuple[Job, str, list[Candidate], Prepared]] = []  # by job and device
 
     def candidates(self, job: Job) -> list[Candidate]:
         """Return the candidates to try for this job; none if its global batch cannot be split.
@@ -50,12 +49,6 @@ class OtherHardware:
         Without a global batch two kinds remain: the most micro-batches a step, which are fastest, and the fewest, which take
         the least memory. The latter have only the fewest sequences, as these decide what fits at all.
         """
-        share = None if job.global_batch_size is None else job.global_batch_size // job.data_ranks
-        if share not in self._known:
-            self._known[share] = self._candidates(job)
-        return self._known[share]
-
-    def _candidates(self, job: Job) -> list[Candidate]:
         try:
             pairs = self.space.rungs(job)
         except UserError:
@@ -84,9 +77,6 @@ class OtherHardware:
             job = dataclasses.replace(job, ranks=hardware.count, global_batch_size=batch)
         except UserError:
             return None
-        candidates = self.candidates(job)
-        if not candidates:
-            return None
         predictor = Predictor(
             job,
             dataclasses.replace(hardware, host_memory_bytes=PLENTY),
@@ -94,12 +84,15 @@ class OtherHardware:
             self.first.tracer,
             widened=self.first.widened,
         )
-        known = (one for other, device, one in self._prepared if device == hardware.device and other == job)
-        like = next(known, None)
-        prepared = like and like.on(job, hardware)
+        known = ((cs, one) for other, device, cs, one in self._prepared if device == hardware.device and other == job)
+        candidates, prepared = next(known, ([], None))
         if prepared is None:
+            candidates = self.candidates(job)
+            if not candidates:
+                return None
             prepared = predictor.prepare(candidates)
-            self._prepared.append((job, hardware.device, prepared))
+            self._prepared.append((job, hardware.device, candidates, prepared))
+        prepared = prepared.on(job, hardware)
         return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))
 
 

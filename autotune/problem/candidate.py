@@ -287,40 +287,33 @@ def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
     for name, knob in KNOBS.items():
         if knob.refused_unread and knob.path is not None and not is_read(name, candidate.as_dict):
             _remove(config, knob.path)
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict):
-        return
     for section in ("offload_optimizer", "offload_param"):
-        entry = zero.get(section)
+        entry = value_at(config, ("zero_optimization", section))
         if not isinstance(entry, dict):
             continue
-        tuned = section in candidate.as_dict
-        refused = not is_read(section, candidate.as_dict)
-        if refused or (tuned and candidate.get(section) == "none"):
-            del zero[section]
-        elif tuned:
+        if candidate.get(section) == "none" or not is_read(section, candidate.as_dict):
+            del config["zero_optimization"][section]
+        elif section in candidate.as_dict:
             entry.setdefault("pin_memory", True)
 
 
 _SHOWN_FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
+_SHOWN_IF_ON = (CHECKPOINTING, LORA, "offload_optimizer", "offload_param")
 
 
 def describe(knobs: Knobs) -> str:
     """Describe knobs in one line for tables and logs, like `z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`.
 
-    Knobs with long names are shown only if their value changes something.
+    Knobs are shown only if their value changes something.
     """
     words = []
-    told = [name for name in knobs if name in SHORT_NAMED or not is_off(name, knobs[name])]
-    for name in [*(k for k in _SHOWN_FIRST if k in told), *(k for k in told if k not in _SHOWN_FIRST)]:
+    hidden = [name for name in _SHOWN_IF_ON if knobs.get(name) in (False, "none")]
+    told = [name for name in knobs if name not in hidden and not is_off(name, knobs[name])]
+    first = [name for name in _SHOWN_FIRST if name in told]
+    for name in dict.fromkeys([*first, *told]):
         value, short = knobs[name], (KNOBS[name].short if name in KNOBS else "") or name.split(".")[-1]
         if isinstance(value, bool):
-            if name == CHECKPOINTING:
-                words += [short] if value else []
-            else:
-                words.append(short if value else f"no-{short}")
-        elif name in ("offload_optimizer", "offload_param"):
-            words += [f"{short}={value}"] if value != "none" else []
+            words.append(short if value else f"no-{short}")
         elif name in ("zero_stage", MICRO_BATCH, ACCUMULATION):
             words.append(f"{short}{value}")
         else:

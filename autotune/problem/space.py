@@ -19,6 +19,7 @@ from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
     COMPILED,
+    LOSS,
     MICRO_BATCH,
     MODEL_KNOBS,
     PACKING,
@@ -34,7 +35,7 @@ from autotune.problem.candidate import (
 )
 from autotune.problem.faults import Fault, accumulation_facts, facts_of, job_facts, known_faults, own_facts
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, counted_ranks
+from autotune.problem.job import FULL, Job, counted_ranks
 from autotune.problem.knobs import (
     FATAL,
     FIRST_ORDER,
@@ -637,6 +638,8 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
             knobs.pop(knob, None)
     if not job.lengths or job.task != CAUSAL:
         knobs.pop(PACKING, None)
+    if job.loss != FULL or job.task != CAUSAL:
+        knobs.pop(LOSS, None)
     if job.script is None:
         return dataclasses.replace(space, knobs=knobs)
     seen = job.profile

@@ -18,11 +18,11 @@ from autotune.masking import masked_data
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
 from autotune.predict.what_if import host_bytes_per_node, is_published
-from autotune.problem.candidate import Candidate, describe, job_with_candidate
+from autotune.problem.candidate import LOSS, Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job
-from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, RequirementInputs, loss_possible
+from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
+from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO
 from autotune.results.console import config_sentence, sync_note
 from autotune.results.output_files import check_out
 from autotune.results.tables import DataTable
@@ -219,14 +219,6 @@ class CardPlan:
         return {"gpu": self.gpu, **outlooks}
 
 
-@dataclass(frozen=True)
-class ChunkedLoss:
-    """Effect of computing the loss in chunks, so that the logits never exist as a whole."""
-
-    same: Prediction  # of the plan's answer, or of the config that comes closest
-    fastest: Prediction | None  # that fits; None: still nothing does
-
-
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Predictions for one job on one machine. `best` is fastest first, or likeliest first if nothing surely fits."""
@@ -248,7 +240,7 @@ class Plan:
     zero_init_bytes: float = 0.0  # the same if zero.Init divides one copy over the ranks
     whole_bytes: float = 0.0  # of all weights on a GPU while ZeRO-3 is made without zero.Init; 0: never whole
     save_bytes: float = 0.0  # main memory of the first node while ZeRO-3 gathers all weights for a save
-    chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
+    whole_loss: Prediction | None = None  # the fastest that makes all logits; None: none fits
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     cards: tuple[CardPlan, ...] = ()  # cheapest first; those without a price last
 
@@ -304,11 +296,7 @@ class Plan:
             "fits_with_host_memory": self._lacking_json(self.with_host),
             "fits_with_shared_sequences": self.shared
             and {SEQUENCE_RANKS: self.shared.job.sequence_ranks, **self.shared.to_json()},
-            "chunked_loss": self.chunked
-            and {
-                "same_config": prediction_json(self.chunked.same, self.job),
-                "fastest": prediction_json(self.chunked.fastest, self.job),
-            },
+            "fastest_with_all_logits": prediction_json(self.whole_loss, self.job),
             "loading_bytes_per_node": round(self.loading_bytes),
             "loading_bytes_with_zero_init": round(self.zero_init_bytes),
             "initialize_bytes_without_zero_init": round(self.whole_bytes),
@@ -427,8 +415,6 @@ def show_plan(plan: Plan, out: Console, whole: bool = False) -> None:
     _show_answer(plan, out)
     for note in plan.notes:
         _put(out, Text(f"note: {note}", style="yellow"))
-    if line := chunked_loss_line(plan):
-        _put(out, Text(line))
     if whole:
         ways_table(plan).show(out)
     if plan.own is not None:
@@ -516,6 +502,8 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
         yield "save", f"{_gib(plan.save_bytes)} more main memory on the first node, which gathers all weights"
     yield f"{format_count(plan.tokens)} tokens", _cost(outlook)
     yield "limited by", limits(one)
+    if one.candidate.get(LOSS, FULL) != FULL:
+        yield "loss", loss_line(plan)
 
 
 def loading_line(plan: Plan) -> str:
@@ -592,23 +580,14 @@ def limits(one: Prediction) -> str:
     return f"{one.binding}: {shares}"
 
 
-def chunked_loss_line(plan: Plan) -> str:
-    """Return the size of logits and loss, and the effect of a loss in chunks; empty if they are small."""
-    before = plan.best[0] if plan.best else plan.closest
-    if plan.chunked is None or before is None:
-        return ""
-    same, fastest = plan.chunked.same, plan.chunked.fastest
-    held = f"logits and loss hold {before.memory['logits and loss'] / GIB:.1f} of {before.peak_bytes / GIB:.1f} GiB"
-    then = f"this config then needs {same.peak_bytes / GIB:.1f} GiB"
-    if fastest is None:
-        gain = "and still nothing fits"
-    else:
-        ratio = fastest.samples_per_second / before.samples_per_second
-        faster = f", {ratio:.2f}x the speed" if plan.best else ""
-        gain = f"the fastest is then {knobs_text(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
-    named = plan.job.workload is None and not loss_possible(CHUNKED, RequirementInputs(plan.job, plan.hardware))
-    how = f"--loss chunked; in a script {CHUNKED_LOSSES}" if named else CHUNKED_LOSSES
-    return f"{held}. Compute the loss in chunks ({how}): {then}, {gain}"
+def loss_line(plan: Plan) -> str:
+    """Describe how the fastest config's loss is computed, and what remains if a training makes all logits."""
+    whole, fastest = plan.whole_loss, plan.best[0]
+    then = "nothing fits"
+    if whole is not None:
+        ratio = whole.samples_per_second / fastest.samples_per_second
+        then = f"{knobs_text(whole.candidate)}: {token_speed(whole, plan.job)}, {ratio:.2f}x the speed"
+    return f"in chunks, in a script by {CHUNKED_LOSSES}; with all logits {then}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,17 @@ def values(text: str) -> tuple[object, ...]:
 
 
 def test_the_promised_spaces_are_shipped_and_valid() -> None:
-    assert list(shipped_spaces()) == ["cpu_demo", "default", "full", "lossy", "low_memory", "nvme", "zero2", "zero3"]
+    assert list(shipped_spaces()) == [
+        "classic",
+        "cpu_demo",
+        "default",
+        "full",
+        "lossy",
+        "low_memory",
+        "nvme",
+        "zero2",
+        "zero3",
+    ]
     for name, path in shipped_spaces().items():
         space = load_space(name)
         assert (space.name, space.text) == (name, path.read_text())
@@ -301,7 +311,7 @@ def test_files_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         load_space("zero22")
     assert str(caught.value) == (
         "no search space 'zero22'; did you mean zero2 or zero3?: "
-        "give a file, or cpu_demo, default, full, lossy, low_memory, nvme, zero2, zero3"
+        "give a file, or classic, cpu_demo, default, full, lossy, low_memory, nvme, zero2, zero3"
     )
     file = tmp_path / "my.yaml"
     file.write_text("knobs:\n  zero_stage: [1]\n")
