@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from autotune._version import install_command
-from autotune.commands.request import LOCAL, SCHEDULERS, Request
+from autotune.commands.request import LOCAL, SCHEDULERS, Request, flag_of, parse_nodes
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
@@ -212,7 +212,8 @@ class Nodes:
             UserError: a node cannot be reached, lacks something, or differs from the others.
         """
         request = self.request
-        hosts = self.place(request.nodes or count, per_node, device)
+        typed = parse_nodes(request.nodes)[0] if request.nodes else count
+        hosts = self.place(typed, per_node, device)
         variables = tuple(dict.fromkeys([*request.exports, *self.variables]))
         about = (device, headroom, memory_cap_bytes, path, request.interface, variables)
         requirements = NodeRequirements(*about, self.interpreter)
@@ -264,22 +265,26 @@ def named_nodes(
 
 def _refuse_strays(named: Request, scheduled: bool) -> None:
     """Raise UserError for options without meaning in this combination."""
-    if scheduled and named.hostfile is not None:
-        raise UserError(
-            f"--hostfile cannot be combined with --executor {named.executor}, which has its own nodes. Remove --hostfile."
-        )
-    filters = {"--include": named.include, "--exclude": named.exclude}
-    for option, filtered in filters.items() if scheduled else ():
-        if filtered:
-            raise UserError(
-                f"{option} filters a hostfile and cannot be combined with --executor {named.executor}. Remove {option}."
-            )
-    if named.hostfile is None and not scheduled:
-        others: dict[str, object] = {"--nodes": named.nodes, "--interface": named.interface}
-        others |= {"--export": named.exports or None}
-        for option, given in {**filters, **others}.items():
-            if given is not None:
-                raise UserError(f"{option} needs several machines. Add {SEVERAL_MACHINES}, or remove {option}.")
+    if scheduled:
+        combined = f"cannot be combined with --executor {named.executor}"
+        refuse(named, "hostfile", f"{combined}, which has its own nodes")
+        refuse(named, "include exclude", f"filters a hostfile and {combined}")
+    elif named.hostfile is None:
+        for name in ("include", "exclude", "nodes", "interface", "exports"):
+            if getattr(named, name):
+                flag = flag_of(name)
+                raise UserError(f"{flag} needs several machines. Add {SEVERAL_MACHINES}, or remove {flag}.")
+
+
+def refuse(request: Request, names: str, why: str) -> None:
+    """Raise UserError for the first of these fields that was given.
+
+    Args:
+        names: separated by spaces.
+    """
+    for name in names.split():
+        if getattr(request, name):
+            raise UserError(f"{flag_of(name)} {why}. Remove {flag_of(name)}.")
 
 
 def _allocated(gpus: int | None) -> tuple[list[Host], str]:

@@ -71,6 +71,18 @@ def _read_by(read: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def parse_nodes(text: str) -> tuple[int, float]:
+    """Return the machines of `2` or `2x25Gbit`, and GB/s of the network of each; 0: not given.
+
+    Raises:
+        UserError: the text is no such number.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}(?:\.\d+)?)Gbit)?", text)
+    if found is None:
+        raise UserError(f"expected a number of machines, like 2 or 2x25Gbit, found {display_value(text)}")
+    return int(found[1]), float(found[2] or 0) / 8
+
+
 def _valid(value: Any) -> Any:
     """Check the length and the characters of a text or a path."""
     why = invalid_reason(str(value))
@@ -105,6 +117,7 @@ _Time = Annotated[_Text, BeforeValidator(_seconds), _read_by(parse_duration)]
 _Share = Annotated[_Text, _read_by(parse_share)]
 _Memory = Annotated[_Text, _read_by(parse_memory)]
 _Gpus = Annotated[_Text, _read_by(_gpu_names)]
+_Nodes = Annotated[_Text, _read_by(parse_nodes)]
 _File = Annotated[Path, AfterValidator(_valid)]
 _Texts = Annotated[list[_Word], BeforeValidator(_as_list), WithJsonSchema({"type": ["array", "string"]})]
 _Command = Annotated[list[_Word], BeforeValidator(_as_words), WithJsonSchema({"type": ["array", "string"]})]
@@ -547,13 +560,16 @@ class Options(BaseModel):
         _Text | None, Option("Hosts or slots of the hostfile to leave out.", Panel.NODES, "run launch", metavar="HOSTS")
     ] = None
     nodes: Annotated[
-        _Ranks | None,
+        _Nodes | None,
         Option(
             "Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster.",
             Panel.NODES,
             first="plan",
             metavar="NUMBER",
-            helps={"plan": "Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs; default: 1."},
+            helps={
+                "plan": "Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs; 2x25Gbit: and with that network; "
+                "default: 1."
+            },
         ),
     ] = None
     interface: Annotated[

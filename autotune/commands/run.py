@@ -26,7 +26,7 @@ from autotune.errors import NothingFits, NoWinner, Stopped, UserError, one_line,
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor
-from autotune.executors.machine import Slot, protection_of
+from autotune.executors.machine import protection_of
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -38,6 +38,7 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, how_to_train, make_observer, record_json, verdict_lines
 from autotune.results.export import export_record
 from autotune.results.output_files import secrets_note
+from autotune.results.plan import links_text
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import runs_user_code
 from autotune.search.certificate import trains_otherwise
@@ -156,7 +157,7 @@ def _run(
         deadline = StartupDeadline(setup.budget_seconds)
         # a failed worker ends all trials
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
-        with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
+        with closing(make_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now() - seconds_since(began)
             deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
@@ -186,11 +187,16 @@ def _run(
                     _open(first, observer.print_line)
                 candidates = _with_ops(first, setup.job, candidates, observer.print_line)
                 store.note_extensions(first.ops.folder)
+            setup = dataclasses.replace(
+                setup, candidates=tuple(candidates), hardware=first.hardware
+            )  # with its link's rate
+            store.note_hardware(setup.hardware)
+            observer.print_line(f"after the ranks' self-test{links_text(setup.hardware)}")
+            predictor = traced_predictor(setup.job, setup.hardware, predictor.trace, cancelled=is_up)
             executor = first.for_search(setup.job, observer.phase)
             deadline.end_startup()
             # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
-            setup = dataclasses.replace(setup, candidates=tuple(candidates))
             beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
             found = _search(
                 setup, store, executor, predictor, observer, spent_seconds, stopped.is_set, beside, workers, sampler
@@ -276,7 +282,7 @@ def _open_study(
 
 def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed: bool, closed: int) -> None:
     ceiling = format_bytes(setup.hardware.ceiling_bytes)
-    observer.print_line(f"{setup.job.summary}, on {setup.hardware}")
+    observer.print_line(f"{setup.job.summary}, on {setup.hardware}{links_text(setup.hardware)}")
     if store.python is not None:
         versions = ", ".join(f"{name} {store.versions[name]}" for name in TRAINING)
         observer.print_line(f"ranks run in {store.python}: {versions}")
@@ -461,16 +467,15 @@ def check_protection(setup: Setup, work: Path, print_line: Callable[[str], None]
         print_line(f"{path} does not answer, so it is left out of trials")
 
 
-def first_executor(
-    setup: Setup, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
-) -> Executor:
-    """Return the executor of the first worker."""
-    return _local(setup, setup.slots[0], work, cancelled, show)
-
-
-def _local(
-    setup: Setup, slot: Slot, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
+def make_executor(
+    setup: Setup,
+    work: Path,
+    cancelled: Callable[[], bool],
+    show: Callable[[str], None] = lambda text: None,
+    at: int = 0,
 ) -> LocalExecutor:
+    """Return the executor of the worker `at`."""
+    slot = setup.slots[at]
     return LocalExecutor(
         setup.job,
         slot.hardware,
@@ -487,4 +492,4 @@ def _local(
 
 def parallel_executors(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder."""
-    return [_local(setup, slot, work / f"beside-{number}", cancelled) for number, slot in enumerate(setup.slots[1:], 2)]
+    return [make_executor(setup, work / f"beside-{at + 1}", cancelled, at=at) for at in range(1, len(setup.slots))]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.environment import Nodes, check_executor
-from autotune.commands.request import Request, flag_of
+from autotune.commands.environment import Nodes, check_executor, refuse
+from autotune.commands.request import Request, parse_nodes
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
 from autotune.executors.machine import Slot, slots
@@ -213,7 +213,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
     silent_seconds = parse_duration(request.hang_timeout)
     plan = folder = None
     if request.study is not None:
-        _refuse(request, "gpus seq_len precision", "cannot differ from the study's")
+        refuse(request, "gpus seq_len precision", "cannot differ from the study's")
     else:
         if parse_global_batch(request.global_batch_size) is None:
             raise UserError(
@@ -247,7 +247,7 @@ def _tuned_model(
     request: Request, space: SearchSpace, hardware: Hardware, interpreter: Interpreter
 ) -> tuple[Job, SearchSpace, list[str]]:
     """Return the job of a named model or a workload, the space fitted to it, and lines for display."""
-    _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
+    refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware, interpreter)
     if hardware.device == "cuda":
         job = with_plausible_batch(job, space, request)
@@ -279,8 +279,6 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
         raise UserError(
             "--parallel works on one machine only. Remove it, or start autotune on each machine with the same --storage."
         )
-    if request.nodes is not None:
-        raise UserError("--parallel cannot be combined with --nodes. Remove one of them.")
     cap, headroom = _limits(request)
     found = slots(request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
     return tuple(dataclasses.replace(one, hardware=_reserving(one.hardware, request)) for one in found)
@@ -298,23 +296,11 @@ def _machine(request: Request, nodes: Nodes | None) -> Hardware:
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return _reserving(nodes.reach(request.device, request.gpus, cap, headroom, path), request)
-    here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
-    return _reserving(here, request)
+    return _reserving(detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom), request)
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
     return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
-
-
-def _refuse(request: Request, names: str, why: str) -> None:
-    """Raise UserError for the first of these fields that was given.
-
-    Args:
-        names: separated by spaces.
-    """
-    for name in names.split():
-        if getattr(request, name):
-            raise UserError(f"{flag_of(name)} {why}. Remove {flag_of(name)}.")
 
 
 # options without a meaning if the user's code makes the model
@@ -324,7 +310,7 @@ _OF_A_MODEL = "model lora attention loss lengths task image_size"
 def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
     """Return the stand-in for a script's Job; options about a model are refused."""
     names = f"{_OF_A_MODEL} seq_len precision workload"
-    _refuse(request, names, "cannot be combined with a script, which sets it itself")
+    refuse(request, names, "cannot be combined with a script, which sets it itself")
     batch = parse_global_batch(request.global_batch_size)
     if batch is not None and (batch < 1 or batch % hardware.count):
         raise UserError(f"--global-batch-size {batch} cannot be split over {hardware.count} ranks")
@@ -400,7 +386,7 @@ def _lora(request: Request, model: ModelSpec) -> Lora | None:
 
 def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
     if request.workload:
-        _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
+        refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
         return workload_spec(request.workload, interpreter)
     if request.model:
         return resolve_model(
@@ -678,7 +664,7 @@ def _planned_hardware(name: str | None, request: Request) -> Hardware:
         UserError: impossible counts, or no such GPU.
     """
     gpus_per_node = request.gpus or 1
-    nodes = request.nodes or 1
+    nodes, _ = parse_nodes(request.nodes or "1")
     _, headroom = _limits(request)
     host = parse_memory(request.host_memory) if request.host_memory else None
     count = gpus_per_node * nodes
@@ -698,11 +684,14 @@ def _planned_hardware(name: str | None, request: Request) -> Hardware:
 
 
 def _reserving(hardware: Hardware, request: Request) -> Hardware:
-    """Return the hardware without the memory that `--reserve` leaves to another process.
+    """Return the hardware without the memory that `--reserve` leaves to another process, with the network of `--nodes`.
 
     Raises:
         UserError: the rest of a GPU is smaller than the fixed share of every process.
     """
+    _, network_gb_per_s = parse_nodes(request.nodes or "1")
+    if network_gb_per_s:
+        hardware = hardware.with_rates(network_gb_per_s=network_gb_per_s)
     hardware = hardware.reserving(parse_memory(request.reserve) if request.reserve else 0)
     if hardware.device != "cuda":
         return hardware

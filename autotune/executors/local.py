@@ -9,6 +9,7 @@ import re
 import shutil
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,7 +153,9 @@ class LocalExecutor:
             "threads": self.threads,
             "fault": self.fault("check"),
         }
-        check_group(self.launcher, self.hardware, spec, self.hardware.count, self.folder / "check", self.cancelled)
+        rate = check_group(self.launcher, self.hardware, spec, self.folder / "check", self.cancelled)
+        if rate:
+            self.hardware = self.hardware.with_rates(ring_gb_per_s=rate)
 
     def _switch_to_spawn(self, print_line: Callable[[str], None]) -> None:
         """Start every rank as a new interpreter from now on."""
@@ -562,22 +565,16 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
         kind, reason = OutcomeKind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
     if not greeted:
         kind, reason = OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
+    capacities = {OutcomeKind.OOM_DEVICE: evidence.capacity_bytes, OutcomeKind.OOM_HOST: evidence.host_total_bytes}
     return dataclasses.replace(
         verdict,
         kind=kind,
         reason=reason,
         evidence=said,
         limits=suspected_limits(evidence),
-        capacity_bytes=_capacity_of(kind, evidence),
+        capacity_bytes=capacities.get(kind) or None,
         peak_bytes=_peak_of(evidence),
     )
-
-
-def _capacity_of(kind: OutcomeKind, evidence: FailureEvidence) -> int | None:
-    """Return the capacity of the exhausted memory; None without an OOM or if unknown."""
-    if kind is OutcomeKind.OOM_DEVICE:
-        return evidence.capacity_bytes or None
-    return (evidence.host_total_bytes or None) if kind is OutcomeKind.OOM_HOST else None
 
 
 def _peak_of(evidence: FailureEvidence) -> int | None:
@@ -614,14 +611,20 @@ def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -
 
 def interrupted_outcome(phase: Phase) -> Outcome:
     """Return the outcome of a trial that the user stopped."""
-    why, said = "the study was stopped", "stop requested"
-    return Outcome(OutcomeKind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
+    return Outcome(
+        OutcomeKind.INTERRUPTED, phase, reason="the study was stopped", evidence="stop requested", source=Source.STOP
+    )
 
 
 def no_space_outcome(folder: Path) -> Outcome:
     """Return the outcome of a trial whose checkpoint does not fit on the disk of a folder."""
-    why, said = f"{folder} has no room for a checkpoint", "disk's free bytes"
-    return Outcome(OutcomeKind.INTERRUPTED, Phase.SAVE, reason=why, evidence=said, source=Source.DISK)
+    return Outcome(
+        OutcomeKind.INTERRUPTED,
+        Phase.SAVE,
+        reason=f"{folder} has no room for a checkpoint",
+        evidence="disk's free bytes",
+        source=Source.DISK,
+    )
 
 
 def infrastructure_outcome(phase: Phase, error: Exception, source: Source) -> Outcome:
@@ -713,20 +716,18 @@ def check_group(
     launcher: Launcher | MultiHostLaunch,
     hardware: Hardware,
     spec: dict[str, Any],
-    ranks: int,
     folder: Path,
     cancelled: Callable[[], bool],
-) -> None:
-    """Start a group of ranks that add numbers.
+) -> float:
+    """Start a group of ranks that add numbers, and return the GB/s of their all-reduce; 0 if cancelled.
 
     Raises:
         MachineError: the test failed; one line with NCCL's last message and a remedy.
     """
-    imported, answers = set[int](), set[int]()
-    ranks_by_verb = {"imported": imported, "measured": answers}
+    ranks, heard = hardware.count, defaultdict[str, dict[int, Message]](dict)
 
     def take(rank: int, message: Message) -> None:
-        ranks_by_verb.get(message["type"], set()).add(rank)
+        heard[message["type"]][rank] = message
 
     folder.mkdir(parents=True, exist_ok=True)
     group = WorkerGroup(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
@@ -734,12 +735,13 @@ def check_group(
     try:
         stop = group.start(SELFTEST_RANK, ranks, spec, deadline=deadline, logs=folder)
         if stop is WatchEnd.ARRIVED:
-            stop = group.watch(lambda: len(imported) == ranks, deadline)
+            stop = group.watch(lambda: len(heard["imported"]) == ranks, deadline)
         if stop is WatchEnd.ARRIVED:
-            stop = group.watch(lambda: len(answers) == ranks, time.monotonic() + _DEADLINE_SECONDS)
+            stop = group.watch(lambda: len(heard["measured"]) == ranks, time.monotonic() + _DEADLINE_SECONDS)
         if stop in (WatchEnd.ARRIVED, WatchEnd.CANCELLED):
-            return
-        raise MachineError(_complaint(stop, group, folder, importing=len(imported) < ranks))
+            rates = [float(message["gb_per_s"]) for message in heard["measured"].values()]
+            return max(rates, default=0.0)  # of the rank that joined last, which waited for none
+        raise MachineError(_complaint(stop, group, folder, importing=len(heard["imported"]) < ranks))
     except OSError as error:
         raise MachineError(f"ranks cannot be started on this machine: {error}") from None
     finally:

@@ -213,6 +213,9 @@ TIME = {
     "loop": Prior(0.0, 0.7),
 }
 _KNOWN_CORES = Prior(np.log(1 / 0.85), 0.35)  # `cpu_adam`, if the number of cores is known
+_KNOWN_RING = Prior(
+    np.log(1 / 0.8), 0.2
+)  # `comm`, if the self-test measured an all-reduce, which takes `reduce` as long
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
 _OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
 _OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
@@ -290,9 +293,13 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
     """
     facts = hardware.gpu_facts
     least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
-    doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt if facts is not None else 0.0)
-
-    known = TIME if facts is None or not cores_of(hardware) else TIME | {"cpu_adam": _KNOWN_CORES}
+    known, doubt = dict(TIME), dict[str, float]()
+    if cores_of(hardware):
+        known["cpu_adam"] = _KNOWN_CORES
+    if facts is not None:
+        doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt)
+        if facts.ring_gb_per_s:
+            known["comm"], doubt["comm"] = _KNOWN_RING, 0.0
 
     def sigma(name: str) -> float:
         wider = UNTRACED if untraced and not (counted and name in _OF_PARAMETERS) else widen

@@ -57,11 +57,6 @@ BUCKET_SECONDS = 3e-5  # to start one collective within a node
 # With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about
 # the four fifths that slower cards are known for.
 POINTWISE_GB_PER_S = 7000.0
-# Share of the listed peak that the best matrix products reach (maximum achievable matmul FLOPS:
-# stas00/ml-engineering, compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards run above the
-# rated boost clock for which they are listed.
-_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
-_ACHIEVABLE_ELSEWHERE = 0.85
 # Seconds of the processor per operator of an eager model, with the launch of its CUDA kernel. Two kinds of hosts: 18 us (a lower
 # bound by Qwen 1.8B at 256 to 1024 tokens, QwenLM/Qwen; 9 us and 5 to launch on an EPYC core at 1 thread), and 24 to 25 us on the
 # virtual machines of an H100 and an H200 (benchmarks/predict/published.py --trials). In between, as `calibration.TIME`'s
@@ -117,12 +112,10 @@ class DeviceRates:
         in_32_bits = precision == "fp32" or (precision == "bf16" and not facts.bf16)
         flops = facts.fp32_tflops if in_32_bits else facts.tflops
         # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
-        link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
-        reached = next(
-            (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
-        )
+        ring = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
+        link = facts.ring_gb_per_s or ring  # that ring, as measured
         memory, within = facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9
-        return cls(flops * reached * 1e12, memory, link * 1e9, facts.pcie_gb_per_s * 1e9, within)
+        return cls(flops * facts.achievable * 1e12, memory, link * 1e9, facts.pcie_gb_per_s * 1e9, within)
 
 
 @dataclass(frozen=True)
@@ -618,6 +611,6 @@ def size_seconds(job: Job, candidate: Candidate) -> float:
         (candidate.offload_optimizer, _OPTIMIZER_BYTES),
         (candidate.offload_param, _WEIGHT_BYTES),
     ):
-        rate = {"cpu": PINNED_BYTES_PER_SECOND, "nvme": SWAPPED_BYTES_PER_SECOND}.get(place)
-        seconds += parameters * element_bytes / rate if rate else 0.0
+        rate = {"cpu": PINNED_BYTES_PER_SECOND, "nvme": SWAPPED_BYTES_PER_SECOND}.get(place, np.inf)
+        seconds += parameters * element_bytes / rate
     return seconds

@@ -34,7 +34,10 @@ class GpuFacts:
     link: str
     pcie_gb_per_s: float
     bf16: bool
-    network_gb_per_s: float | None = None  # of a whole node; None: estimated from the class of the card
+    achievable: float = 0.85  # share of `tflops` that the best matrix products reach
+    adapter_gb_per_s: float = 0.0  # share of its node's network; 0: a node of such cards has one adapter
+    network_gb_per_s: float = 0.0  # of a whole node; 0: by the adapters
+    ring_gb_per_s: float = 0.0  # of an all-reduce through all ranks, as the self-test measured it
     doubt: float = 0.0  # standard deviation of the rates' logarithms, if the rates are no table row's
     whence: str = ""  # source of such rates
     compute_capability: float = 0.0  # 0: unknown, as in rates that older studies stored
@@ -48,8 +51,10 @@ class GpuFacts:
 @cache
 def gpu_table() -> dict[str, GpuFacts]:
     """Return the rows of `data/gpus.json` by name."""
-    rows = shipped_json("gpus.json")["gpus"]
-    return {row["name"]: GpuFacts(**row, bf16=row["compute_capability"] >= AMPERE) for row in rows}
+    return {
+        row["name"]: GpuFacts(**row, bf16=row["compute_capability"] >= AMPERE)
+        for row in shipped_json("gpus.json")["gpus"]
+    }
 
 
 def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
@@ -63,9 +68,7 @@ def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
         for row in gpu_table().values()
         if fnmatch.fnmatch(nvml_name, f"*{row.match}*") and (len(row.match) > 4 or row.match in words)
     ]
-    if not rows:
-        return None
-    return min(rows, key=lambda row: (abs(row.memory_gib * GIB - memory_bytes), -len(row.match)))
+    return min(rows, key=lambda row: (abs(row.memory_gib * GIB - memory_bytes), -len(row.match)), default=None)
 
 
 def named_gpu(name: str) -> GpuFacts:
@@ -77,22 +80,11 @@ def named_gpu(name: str) -> GpuFacts:
     table = gpu_table()
     words = name.lower().replace("nvidia", "").replace("geforce", "").replace(" ", "")
     plain = words.replace("_", "-").strip("-")
-    aliases = {
-        "a100": "a100-80gb",
-        "a100-80": "a100-80gb",
-        "a100-40": "a100-40gb",
-        "v100": "v100-32gb",
-        "h100-80gb": "h100",
-        "h100-sxm": "h100",
-        "a6000": "rtxa6000",
-        "a5000": "rtxa5000",
-        "a4000": "rtxa4000",
-        "3090": "rtx3090",
-        "4090": "rtx4090",
-        "5090": "rtx5090",
-        "6000-ada": "rtx6000-ada",
-    }
-    found = table.get(plain) or table.get(aliases.get(plain, "")) or table.get(plain.replace("-", ""))
+    found = (
+        table.get(plain)
+        or table.get(shipped_json("gpus.json")["aliases"].get(plain, ""))
+        or table.get(plain.replace("-", ""))
+    )
     if found is None:
         raise UserError(
             f"unknown GPU {name!r}{did_you_mean(plain, table, 0.0)} docs/gpus.md lists all {len(table)} names"
@@ -119,8 +111,9 @@ def unlisted_gpu_facts(name: str, memory_bytes: int, *, unified: bool = False) -
         unified: its memory is main memory.
     """
     row = gpu_table()[_SHARED] if unified else _nearest_row(name, memory_bytes)
-    whence = f"those of {row.name}, the nearest listed"
-    return dataclasses.replace(row, memory_gib=memory_bytes / GIB, whence=whence, doubt=_SIMILAR)
+    return dataclasses.replace(
+        row, memory_gib=memory_bytes / GIB, whence=f"those of {row.name}, the nearest listed", doubt=_SIMILAR
+    )
 
 
 def _nearest_row(name: str, memory_bytes: int) -> GpuFacts:

@@ -28,6 +28,7 @@ from autotune.problem.nvml import (
     GpuError,
     architectures_to_set,
     compute_capabilities,
+    lack_nvlink,
     order_is_unknown,
     order_to_set,
     settled_gpus,
@@ -41,12 +42,8 @@ from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
 #
 # Hardware of a job: detected through NVML and psutil, or named (`--gpu rtx3090`). No CUDA context is created.
 
-# GB/s of each GPU's share of its node's network, one direction. NVIDIA's reference servers have one adapter a GPU: 200 Gbit/s
-# with A100, 400 Gbit/s from Hopper on (DGX A100 and H100 user guides). DGX-1 has four of 100 Gbit/s for eight V100. Servers of
-# PCIe cards have one 100 Gbit/s adapter for the whole node (NVIDIA's EGX reference designs).
-_NETWORK_GB_PER_S = {"v100": 6.25, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0}
-_NETWORK_GB_PER_S |= {"gh200": 50.0, "gb200": 50.0}
-_PCIE_NODE_NETWORK_GB_PER_S = 12.5
+# GB/s of a node's network, one direction: servers of PCIe cards have one adapter of 100 Gbit/s (NVIDIA's EGX reference designs).
+_ADAPTER_GB_PER_S = 12.5
 
 # Largest difference of two capacities that count as alike, as a share of the larger. Machines bought together, and one machine
 # over time, differ by the memory that the driver, a desktop and other processes take.
@@ -89,14 +86,16 @@ class Hardware:
 
     @property
     def network_gb_per_s(self) -> float:
-        """GB/s from one node to the others, one direction: from the rates, or estimated from the class of the card."""
+        """GB/s from one node to the others, one direction: as given, or assumed by the class of the card."""
         facts = self.gpu_facts
-        if facts is not None and facts.network_gb_per_s:
-            return facts.network_gb_per_s
-        share = next((rate for card, rate in _NETWORK_GB_PER_S.items() if facts and facts.name.startswith(card)), None)
-        if share is None or (facts and facts.link == "pcie"):
-            return _PCIE_NODE_NETWORK_GB_PER_S
-        return share * self.per_node
+        if facts is None:
+            return _ADAPTER_GB_PER_S
+        return facts.network_gb_per_s or facts.adapter_gb_per_s * self.per_node or _ADAPTER_GB_PER_S
+
+    def with_rates(self, **rates: Any) -> Hardware:
+        """Return this hardware with other facts of its GPUs; CPU ranks have none."""
+        facts = self.gpu_facts
+        return dataclasses.replace(self, rates={**vars(facts), **rates}) if facts is not None else self
 
     @property
     def capacity_bytes(self) -> int:
@@ -166,9 +165,8 @@ class Hardware:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the hardware as JSON data, without an unused reserve, which older studies do not know."""
-        data = dataclasses.asdict(self)
-        return data if self.reserve_bytes else {name: value for name, value in data.items() if name != "reserve_bytes"}
+        """Return the hardware as JSON data."""
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hardware:
@@ -196,8 +194,9 @@ def named_hardware(
     """
     row = named_gpu(name)
     host = host_memory_bytes or default_host_bytes(row.name, count // nodes)
-    memory = int(row.memory_gib * GIB)
-    return Hardware("cuda", row.name, count, memory, None, host, row.name, headroom, row.bf16, nodes=nodes)
+    return Hardware(
+        "cuda", row.name, count, int(row.memory_gib * GIB), None, host, row.name, headroom, row.bf16, nodes=nodes
+    )
 
 
 def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
@@ -249,7 +248,7 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         )
     memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
     facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are those of whole cards
-    return Hardware(
+    found = Hardware(
         "cuda",
         " + ".join(sorted({one.name for one in used})),
         count,
@@ -263,15 +262,17 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         environment={**order_to_set(), **architectures_to_set()},
         unified=any(one.unified for one in used),
     )
+    row = found.gpu_facts
+    if row and row.link == "nvlink" and lack_nvlink(found.gpus):
+        return found.with_rates(link="pcie", link_gb_per_s=row.pcie_gb_per_s, adapter_gb_per_s=0.0)
+    return found
 
 
 def _detect_cpu(gpus: int | None) -> Hardware:
     cores = os.cpu_count() or 1
-    count = gpus or min(2, cores)
-    if count > max(2, cores):
-        raise UserError(
-            f"--gpus {count}: {cores} CPU cores run at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
-        )
+    count, most = gpus or min(2, cores), max(2, cores)
+    if count > most:
+        raise UserError(f"--gpus {count}: {cores} CPU cores run at most {most} ranks; try --gpus {most}")
     host = host_available_bytes()
     name = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
@@ -290,7 +291,7 @@ def _detect_cpu(gpus: int | None) -> Hardware:
 def usable_cpus() -> int:
     """Return the number of CPUs whose time this process can have, at least 1."""
     shares = [share for folder, _ in cgroup_folders("cpu") if (share := _share(folder)) is not None]
-    return max(1, int(min([float(len(os.sched_getaffinity(0))), *shares])))
+    return max(1, int(min([len(os.sched_getaffinity(0)), *shares])))
 
 
 def threads_per_rank(ranks: int) -> int:

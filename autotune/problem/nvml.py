@@ -174,12 +174,9 @@ def holders_text(by_pid: dict[int, int]) -> str:
 
 def free_by_uuid() -> dict[str, int]:
     """Return free bytes of every whole card and slice that this process may use; empty without a driver."""
-    lib = open_nvml()
-    if lib is None:
-        return {}
-    cards = _cards(lib, with_holders=False)
-    devices = [one for handle, card in cards for one in (card, *_slices(lib, handle, card))]
-    return {one.uuid: one.free_bytes for one in devices if not one.trouble and not one.in_slices}
+    cards = _cards(with_holders=False)
+    devices = [one for handle, card in cards for one in (card, *_slices(handle, card))]
+    return {one.uuid: one.free_bytes for one in devices if not (one.trouble or one.in_slices)}
 
 
 def bytes_of(pid: int, uuid: str) -> int | None:
@@ -197,8 +194,7 @@ def bytes_of(pid: int, uuid: str) -> int | None:
 
 def all_cards() -> list[Gpu]:
     """Return the cards that this process may use, in the order of their PCI buses; empty without a driver."""
-    lib = open_nvml()
-    return [gpu for _, gpu in _cards(lib)] if lib is not None else []
+    return [gpu for _, gpu in _cards()]
 
 
 def visible_gpus() -> list[Gpu]:
@@ -210,11 +206,8 @@ def visible_gpus() -> list[Gpu]:
     Raises:
         GpuError: the driver does not answer.
     """
-    lib = open_nvml()
-    if lib is None:
-        return []
-    cards = _cards(lib)
-    slices = [_slices(lib, handle, card) for handle, card in cards]
+    cards = _cards()
+    slices = [_slices(handle, card) for handle, card in cards]
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and wanted.startswith("MIG-"):
         known = [one for of_card in slices for one in of_card]
@@ -310,9 +303,8 @@ def _order_matters() -> bool:
 def compute_capabilities() -> list[str]:
     """Return the compute capabilities of the visible GPUs, like `["8.0", "9.0"]`, lowest first; empty without a driver."""
     found: set[tuple[int, int]] = set()
-    visible = visible_gpus()
     lib = open_nvml()
-    for gpu in visible if lib is not None else []:
+    for gpu in visible_gpus():
         with suppress(lib.NVMLError):
             handle = lib.nvmlDeviceGetHandleByUUID(gpu.uuid)
             with suppress(lib.NVMLError):  # the slice's card has the capability
@@ -321,12 +313,28 @@ def compute_capabilities() -> list[str]:
     return [f"{major}.{minor}" for major, minor in sorted(found)]
 
 
-def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
+def lack_nvlink(uuids: Sequence[str]) -> bool:
+    """Check that no NVLinks join all of these cards, as a ring of several ranks needs; False if the driver does not tell."""
+    lib = open_nvml()
+    with suppress(lib.NVMLError):
+        left = [lib.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        reached = [left.pop()]
+        for one in reached:  # the list grows during the loop
+            joined = [p for p in left if not lib.nvmlDeviceGetP2PStatus(one, p, lib.NVML_P2P_CAPS_INDEX_NVLINK)]
+            reached += joined
+            left = [other for other in left if other not in joined]
+        return left != []
+    return False
+
+
+def _cards(with_holders: bool = True) -> list[tuple[Any, Gpu]]:
     """Return handles and cards, without cards that this process may not open (a Slurm step's cgroup excludes them).
 
     NVML's count includes such cards, and CUDA's does not (nvmlDeviceGetCount_v2).
     """
-    found: list[tuple[Any, Gpu]] = []
+    lib, found = open_nvml(), list[tuple[Any, Gpu]]()
+    if lib is None:
+        return found
     with nvml_errors("NVIDIA's driver"):
         count = lib.nvmlDeviceGetCount()
     for index in range(count):
@@ -369,8 +377,8 @@ def _in_slices(lib: Any, handle: Any) -> bool:
         return False
 
 
-def _slices(lib: Any, handle: Any, card: Gpu) -> list[Gpu]:
-    found: list[Gpu] = []
+def _slices(handle: Any, card: Gpu) -> list[Gpu]:
+    lib, found = open_nvml(), list[Gpu]()
     if card.in_slices:
         for index in range(lib.nvmlDeviceGetMaxMigDeviceCount(handle)):
             with suppress(lib.NVMLError):  # indices may have gaps

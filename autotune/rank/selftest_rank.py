@@ -20,7 +20,7 @@ ELEMENTS = 16 * 2**20  # fp32 elements; above the limit of every small-message p
 
 
 class CheckRank(BaseRank):
-    """Send `imported` after the imports, and then the seconds of an all-reduce as one `measured` message."""
+    """Send `imported` after the imports, and then the rate of an all-reduce as one `measured` message."""
 
     def _join_group(self, device: Device, backend: str) -> None:
         import deepspeed  # noqa: F401  # imported first: rendezvous is timed without it, and a disk may take minutes
@@ -29,23 +29,21 @@ class CheckRank(BaseRank):
         super()._join_group(device, backend)
 
     def run(self) -> None:
-        """Join the process group, all-reduce, and report the time in seconds."""
+        """Join the process group, all-reduce, and report the rate in GB/s."""
         self.begin()
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)
         device = self.own_device
-        summed = self.torch.ones(ELEMENTS, device=device.torch_device())
-        seconds = 0.0
         for _ in range(2):  # the first all-reduce opens the connections
-            summed.fill_(1.0)
+            summed = self.torch.ones(ELEMENTS, device=device.torch_device())
             began = time.perf_counter()
-            if self.world > 1:
-                self.torch.distributed.all_reduce(summed)
+            self.torch.distributed.all_reduce(summed)
             device.synchronize()
             seconds = time.perf_counter() - began
         if (got := float(summed.mean())) != self.world:
             raise RuntimeError(f"an all-reduce of ones over {self.world} ranks gave {got:g}")
-        self.channel.send("measured", seconds=seconds)
+        # a ring sends these GB through each rank's link
+        self.channel.send("measured", gb_per_s=2e-9 * (1 - 1 / self.world) * summed.nbytes / seconds)
         self.channel.receive()  # wait for the order to leave: the parent counts a rank that ends earlier as failed
 
 

@@ -428,14 +428,27 @@ def show_plan(plan: Plan, out: Console, whole: bool = False) -> None:
         _put(out, Text(NO_CARD, style="yellow"))
 
 
+def links_text(hardware: Hardware) -> str:
+    """Describe the rates at which GPUs exchange data, after a comma; empty for one GPU and for CPU ranks."""
+    facts = hardware.gpu_facts
+    if facts is None or hardware.count == 1:
+        return ""
+    if facts.ring_gb_per_s:
+        return f", all-reduce {facts.ring_gb_per_s:.3g} GB/s (measured)"
+    kind = "NVLink" if facts.link == "nvlink" else "PCIe"
+    link = f", {kind} {facts.link_gb_per_s:g} GB/s (assumed)" if hardware.per_node > 1 else ""
+    if hardware.nodes == 1:
+        return link
+    assumed = "" if facts.network_gb_per_s else " (assumed)"
+    return f", {hardware.per_node} in each{link}, network {8 * hardware.network_gb_per_s:g} Gbit/s a node{assumed}"
+
+
 def machine_line(plan: Plan) -> str:
     """Describe the machine and its main memory."""
     hardware = plan.hardware
-    network = f"{8 * hardware.network_gb_per_s:g} Gbit/s"
-    per_node = f", {hardware.per_node} in each, network {network} a node (assumed)" if hardware.nodes > 1 else ""
     node = " a node" if hardware.nodes > 1 else ""
     main = f"main memory {_gib(hardware.host_memory_bytes)}{node}{_assumed(plan)}"
-    return f"on {hardware}{per_node}; {main}"
+    return f"on {hardware}{links_text(hardware)}; {main}"
 
 
 def batch_line(plan: Plan) -> str:

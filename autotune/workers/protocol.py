@@ -57,6 +57,7 @@ RANK_MESSAGES: dict[str, dict[str, Any]] = {
         "warmup_steps?": int,
         "warmup_seconds?": float,
         "measured_seconds?": float,
+        "gb_per_s?": float,
         "micro_seconds?": float,
         "boundary_seconds?": float,
         "tokens?": float,
@@ -98,12 +99,9 @@ def malformed(message: Message) -> str:
 def _misfit(value: Any, shape: Any, name: str) -> str:
     """Return the name of the first part of a JSON value that does not have the shape, or an empty text."""
     if isinstance(shape, type):
-        if shape is float:
-            fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
-        elif shape is int:
-            fits = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
-        else:
-            fits = isinstance(value, shape)
+        fits = isinstance(value, _KINDS.get(shape, shape))
+        if fits and shape in (int, float):
+            fits = not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
         return "" if fits else name
     if not isinstance(value, type(shape)):
         return name
@@ -122,6 +120,7 @@ def _misfit(value: Any, shape: Any, name: str) -> str:
     return next((one for one in found if one), "")
 
 
+_KINDS: dict[type, Any] = {float: (int, float)}
 _LARGEST_NUMBER = 2**63  # of SQLite's integers; excludes infinity and NaN
 
 # -- channels ----------------------------------------------------------------------------------------------------------

@@ -410,7 +410,7 @@ def replayed(path: Path) -> Iterator[None]:
     with mock.patch.multiple(
         "autotune.commands.run",
         run_setup=setup_of,
-        first_executor=executor_of,
+        make_executor=executor_of,
         seconds_since=lambda began: 0.0,  # only simulated seconds count
     ):
         yield

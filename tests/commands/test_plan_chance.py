@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,22 +15,25 @@ from autotune.cli.app import app
 from autotune.commands import launch
 from autotune.commands import plan as commands_plan
 from autotune.commands.plan import Machines, make_plan
-from autotune.commands.setup import PlanSetup
+from autotune.commands.request import Request
+from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.predict.predictor import SURE, SURE_SIGMAS, Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import OtherHardware
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.space import SearchSpace, parse_space
-from autotune.results.plan import Outlook, Plan, Shortage, machine_line, show_plan, ways_table
+from autotune.results.plan import Outlook, Plan, Shortage, links_text, machine_line, show_plan, ways_table
 from autotune.util.units import GIB
-from tests.conftest import make_job
+from tests.conftest import make_candidate, make_job
 
 JOB = make_job(ranks=4, precision="bf16", model="llama-3.2-1b", seq_len=2048)
 SPACE = parse_space(
     "knobs: {zero_stage: [0, 3], activation_checkpointing: [false, true], train_micro_batch_size_per_gpu: [1, 2, 4, 8, 16], "
     "gradient_accumulation_steps: [4]}"
 )
+LLAMA_13B = {"model_type": "llama", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40}
+LLAMA_13B |= {"intermediate_size": 13824, "vocab_size": 32000}
 CARD = named_hardware("a100-80gb", 4, headroom=0.0)
 
 
@@ -102,13 +107,29 @@ def test_a_plan_below_the_chance_asked_for_exits_with_3(trace: Trace, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "rate"), [("a100", "network 1600 Gbit/s a node"), ("rtx4090", "network 100 Gbit/s a node")]
+    ("name", "rate"),
+    [
+        ("a100", "NVLink 300 GB/s (assumed), network 1600 Gbit/s a node"),
+        ("rtx4090", "PCIe 12 GB/s (assumed), network 100 Gbit/s a node"),
+    ],
 )
 def test_the_assumed_network_is_printed_with_the_machine(name: str, rate: str, trace: Trace) -> None:
     plan, *_ = planned(trace, CARD)
     of = dataclasses.replace(plan, hardware=named_hardware(name, 16, nodes=2))
     assert f"8 in each, {rate} (assumed)" in " ".join(machine_line(of).split())
+    assert links_text(of.hardware.with_rates(ring_gb_per_s=2.345)) == ", all-reduce 2.35 GB/s (measured)"
     assert "network" not in machine_line(plan)
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [("16", 18.2), ("16x25Gbit", 64.4)])
+def test_the_typed_network_decides_the_step_of_single_gpus(tmp_path: Path, nodes: str, seconds: float) -> None:
+    """13B parameters on 16 machines with one A10G each and 25 Gbit/s: 66.6 s were published."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_13B))
+    request = Request(model=str(tmp_path), nodes=nodes, seq_len="512", global_batch_size="64")
+    (setup,) = plan_setups(request, ["a10g"])
+    predictor = Predictor(setup.job, setup.hardware, closed_form_trace(setup.job, "no trace"))
+    candidate = make_candidate(3, 2, 2, offload_optimizer="cpu", offload_param="cpu", activation_checkpointing=True)
+    assert predictor.predict(candidate).step_seconds == pytest.approx(seconds, rel=0.05)
 
 
 def test_a_high_mfu_is_shown_beside_what_was_published(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_no_script_is_run_for_a_study_that_is_held(
     def started(*given: object) -> None:
         raise AssertionError("an executor is made")
 
-    monkeypatch.setattr("autotune.commands.run.first_executor", started)
+    monkeypatch.setattr("autotune.commands.run.make_executor", started)
     held = lock_study(Path("runs/s"), "s")
     before = files_in(tmp_path)
     words = ("run", "--study", "s", "--device", "cpu", "--gpus", "2", "--", "train.py")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autotune.commands.request import Request
-from autotune.commands.run import first_executor, parallel_executors
+from autotune.commands.run import make_executor, parallel_executors
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect, usable_cpus
 from autotune.rank.sandbox import Sandbox
@@ -74,7 +74,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     place: Any = SimpleNamespace(hardware=hardware, variables={})
     about = {"candidates": (), "request": Request(), "nodes": None}
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
-    first = first_executor(setup, study / "tuner-2", lambda: False)
+    first = make_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)
     (second,) = parallel_executors(setup, study / "tuner-2", lambda: False)
     sandboxes = [

@@ -1,6 +1,7 @@
 """From what ranks say and what the gauge saw to one Measurement."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,12 +77,13 @@ def test_a_scripts_work_of_every_third_step_is_in_its_speed() -> None:
     assert named.step_seconds == 1.0, "all of whose steps are alike"
 
 
+failed = partial(failed_outcome, greeted=True, server_lives=True)
 KILLED = FailureEvidence("cpu", statuses={0: -9, 1: -9})
 
 
 def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> None:
-    assert failed_outcome(KILLED, greeted=True, server_lives=True).kind is OutcomeKind.CRASH
-    gone = failed_outcome(KILLED, greeted=True, server_lives=False)
+    assert failed(KILLED).kind is OutcomeKind.CRASH
+    gone = failed(KILLED, greeted=True, server_lives=False)
     assert (gone.kind, gone.reason) == (
         OutcomeKind.INFRASTRUCTURE,
         "the fork server was killed from outside, and its ranks with it",
@@ -90,20 +92,17 @@ def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> Non
 
 def test_what_ran_out_says_how_much_there_was() -> None:
     error = {"kinds": ["torch.OutOfMemoryError"], "text": "CUDA out of memory. Tried to allocate 2.00 GiB."}
-    found = failed_outcome(FailureEvidence("cuda", [error], capacity_bytes=12 * GIB), greeted=True, server_lives=True)
+    found = failed(FailureEvidence("cuda", [error], capacity_bytes=12 * GIB))
     assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_DEVICE, 12 * GIB)
     assert Outcome.from_json(found.to_json()) == found
-    unknown = failed_outcome(FailureEvidence("cuda", [error]), greeted=True, server_lives=True)
+    unknown = failed(FailureEvidence("cuda", [error]))
     assert unknown.capacity_bytes is None
     assert "capacity_bytes" not in unknown.to_json()
-    assert (
-        failed_outcome(dataclasses.replace(KILLED, capacity_bytes=9), greeted=True, server_lives=True).capacity_bytes
-        is None
-    )
+    assert failed(dataclasses.replace(KILLED, capacity_bytes=9)).capacity_bytes is None
     without = FailureEvidence(
         "cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1), capacity_bytes=9, host_total_bytes=24 * GIB
     )
-    found = failed_outcome(without, greeted=True, server_lives=True)
+    found = failed(without)
     assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_HOST, 24 * GIB), "of main memory, which ran out"
 
 
@@ -112,13 +111,10 @@ def test_what_a_cpu_rank_takes_to_report_its_failure_is_no_peak(device: str, pea
     """Its cap is lifted by then. On a GPU a cap is of the allocator alone, which is not all of a process."""
     error = {"kinds": ["torch.OutOfMemoryError"], "text": "out of memory", "numbers": {"allowed_bytes": 520 * MIB}}
     evidence = FailureEvidence(device, [error], peaks=MemoryPeaks(used=[300 * MIB, 531 * MIB]))
-    assert failed_outcome(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
+    assert failed(evidence).peak_bytes == peak_mib * MIB
     without = dataclasses.replace(evidence, errors=[{**error, "numbers": {}}])
-    assert failed_outcome(without, greeted=True, server_lives=True).peak_bytes == 531 * MIB
-    assert (
-        failed_outcome(dataclasses.replace(evidence, peaks=MemoryPeaks()), greeted=True, server_lives=True).peak_bytes
-        is None
-    )
+    assert failed(without).peak_bytes == 531 * MIB
+    assert failed(dataclasses.replace(evidence, peaks=MemoryPeaks())).peak_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +133,7 @@ def test_a_rank_knows_what_nobody_saw_of_a_short_trial(
     error = {"kinds": ["torch.OutOfMemoryError"], "text": f"out of memory.{text}", "numbers": numbers}
     for seen_mib in (0, 100):
         evidence = FailureEvidence(device, [error], peaks=MemoryPeaks(used=[seen_mib * MIB]))
-        assert failed_outcome(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
+        assert failed(evidence).peak_bytes == peak_mib * MIB
 
 
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:

@@ -16,18 +16,18 @@ from autotune.workers.group import WatchEnd
 RANKS = 2
 
 
-def check(monkeypatch: pytest.MonkeyPatch, folder: Path, imported: float, measured: float) -> None:
+def check(monkeypatch: pytest.MonkeyPatch, folder: Path, imported: float, measured: float) -> float:
     """Checks a machine whose ranks have imported all, and have added up, at these seconds of a clock."""
     clock = [0.0]
     ahead = [(at, kind, rank) for at, kind in ((imported, "imported"), (measured, "measured")) for rank in range(RANKS)]
 
-    def make_group(*_: Any, on_message: Callable[[int, dict[str, str]], None], **__: Any) -> SimpleNamespace:
+    def make_group(*_: Any, on_message: Callable[[int, dict[str, Any]], None], **__: Any) -> SimpleNamespace:
         def watch(until: Callable[[], bool], deadline: float) -> WatchEnd:
             while not until():
                 clock[0], kind, rank = ahead.pop(0)
                 if clock[0] > deadline:
                     return WatchEnd.DEADLINE
-                on_message(rank, {"type": kind})
+                on_message(rank, {"type": kind, "gb_per_s": 2.0 + rank})
             return WatchEnd.ARRIVED
 
         return SimpleNamespace(
@@ -36,11 +36,12 @@ def check(monkeypatch: pytest.MonkeyPatch, folder: Path, imported: float, measur
 
     monkeypatch.setattr(local, "WorkerGroup", make_group)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    check_group(None, None, {}, RANKS, folder, lambda: False)  # type: ignore[arg-type]
+    hardware: Any = SimpleNamespace(count=RANKS)
+    return check_group(None, hardware, {}, folder, lambda: False)  # type: ignore[arg-type]
 
 
 def test_slow_imports_are_no_fault_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check(monkeypatch, tmp_path, imported=1000.0, measured=1239.0)
+    assert check(monkeypatch, tmp_path, imported=1000.0, measured=1239.0) == 3.0, "of the rank that waits least"
 
 
 @pytest.mark.parametrize(

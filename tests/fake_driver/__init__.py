@@ -77,6 +77,7 @@ class Card(Slice):
     reasons: int = 0  # why the clock is lower than it could be: NVML's bits
     utilization: int = 0
     affinity: int = 0xFF
+    nvlink: str = "switch"  # cards of the same name are joined; empty: none
     mig: bool = False
     slices: list[Slice] = field(default_factory=list)
     error: int = 0  # every call about it fails so
@@ -89,6 +90,7 @@ class Card(Slice):
             f"reasons {self.reasons:x}",
             f"utilization {self.utilization}",
             f"affinity {self.affinity:x}",
+            f"nvlink {self.nvlink}",
             f"mig {int(self.mig)}",
             f"error {self.error}",
             *(line for one in self.slices for line in ["slice", *one.lines()]),

@@ -24,7 +24,7 @@ typedef struct {
 
 typedef struct {
     int parent; /* -1: a card of its own, else the index of the card that this MIG slice is of */
-    char uuid[TEXT], name[TEXT], bus[32];
+    char uuid[TEXT], name[TEXT], bus[32], nvlink[TEXT];
     unsigned long long total_mib, reserved_mib, hidden_mib, affinity, reasons;
     unsigned clock_mhz, utilization, mig;
     int major, minor, error, processes;
@@ -65,6 +65,7 @@ static void read_line(Machine *m, const char *line) {
     } else if (!d) return;
     else if (begins(line, "uuid", &rest)) snprintf(d->uuid, TEXT, "%s", rest);
     else if (begins(line, "name", &rest)) snprintf(d->name, TEXT, "%s", rest);
+    else if (begins(line, "nvlink", &rest)) snprintf(d->nvlink, TEXT, "%s", rest);
     else if (begins(line, "bus", &rest)) snprintf(d->bus, sizeof d->bus, "%s", rest);
     else if (begins(line, "total_mib", &rest)) d->total_mib = strtoull(rest, NULL, 10);
     else if (begins(line, "reserved_mib", &rest)) d->reserved_mib = strtoull(rest, NULL, 10);
@@ -312,6 +313,14 @@ int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *pending) {
     OPEN;
     if (d->major < 8) return NOT_SUPPORTED; /* MIG came with Ampere */
     *now = *pending = d->mig;
+    return SUCCESS;
+}
+
+/* Two cards of one bridge or switch are joined by NVLink. */
+int nvmlDeviceGetP2PStatus(void *handle, void *other, unsigned index, unsigned *status) {
+    OPEN;
+    const char *theirs = m.device[(long)other - 1].nvlink;
+    *status = index == 2 && *theirs && !strcmp(d->nvlink, theirs) ? 0 : 5; /* NVML_P2P_STATUS_NOT_SUPPORTED */
     return SUCCESS;
 }
 

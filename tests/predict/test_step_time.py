@@ -14,7 +14,6 @@ from autotune.predict.predictor import Predictor, rate_factors
 from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
-from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Lora
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -148,10 +147,14 @@ def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
     together, apart = (named_hardware("a100", 16, nodes=nodes) for nodes in (1, 2))
     assert DeviceRates.of(together, "bf16").link == 300e9
     assert DeviceRates.of(apart, "bf16").link == 200e9  # eight adapters of 200 Gbit/s
-    slow = dataclasses.replace(apart, rates=dataclasses.asdict(gpu_table()["a100-80gb"]) | {"network_gb_per_s": 12.5})
+    slow = apart.with_rates(network_gb_per_s=12.5)
     near, far, farther = (work_of({"zero_stage": 3}, hardware) for hardware in (together, apart, slow))
     assert far.gather_micro[0] == pytest.approx(1.5 * near.gather_micro[0])
     assert farther.gather_micro[0] == pytest.approx(24 * near.gather_micro[0])
+    measured = slow.with_rates(ring_gb_per_s=2.5)  # by the self-test, which counts more than any assumption
+    assert DeviceRates.of(measured, "bf16").link == 2.5e9
+    known, assumed = (time_priors(one, 1.0)[list(TIME).index("comm")] for one in (measured, slow))
+    assert known.sigma < assumed.sigma
 
 
 def test_zero_3_gathers_frozen_parameters_too() -> None:

@@ -304,6 +304,30 @@ class Leaving:
         return {rank: 0 for rank, at in enumerate(self._left_at) if self._clock[0] >= at}
 
 
+def on_clock(
+    fakes: Fakes,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    patience: GroupPolicy,
+    host: Leaving,
+    stops: list[float] | None = None,
+    heard: bool = False,
+) -> WorkerGroup:
+    """A group of these two ranks, which waits by the clock; its process stands still for the stops, each in its turn."""
+    group = fakes.make(patience)
+
+    def hear(seconds: float) -> bool:
+        clock[0] += 10 * seconds
+        if clock[0] > 60.0 and stops:
+            clock[0] += stops.pop()
+        return heard and clock[0] < HOUR
+
+    for name, value in {"_hosts": [host], "_receive": hear, "_world": 2}.items():
+        monkeypatch.setattr(group, name, value)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    return group
+
+
 @pytest.mark.parametrize(
     ("works_until", "left_at", "waited"),
     [
@@ -320,15 +344,7 @@ def test_ranks_that_save_after_a_signal_are_waited_for(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch, works_until: float, left_at: tuple[float, float], waited: float
 ) -> None:
     clock = [0.0]
-
-    def hear(seconds: float) -> bool:
-        clock[0] += 10 * seconds
-        return False
-
-    group = fakes.make(policy(may_leave=True))
-    monkeypatch.setattr(group, "_hosts", [Leaving(clock, works_until, left_at)])
-    monkeypatch.setattr(group, "_receive", hear)
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    group = on_clock(fakes, monkeypatch, clock, policy(may_leave=True), Leaving(clock, works_until, left_at))
     group.wait_until_ended(30.0, 1800.0)
     assert waited - 7 <= clock[0] <= waited + 7  # it looks every five seconds
 
@@ -336,19 +352,11 @@ def test_ranks_that_save_after_a_signal_are_waited_for(
 def test_a_slow_hello_does_not_extend_the_wait_for_the_others(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that sends heartbeats proves nothing of the one that never says hello."""
     clock = [0.0]
-
-    def hear(seconds: float) -> bool:
-        clock[0] += 10 * seconds
-        assert clock[0] < HOUR, "still waiting"
-        return True
-
-    group = fakes.make(policy(hello_seconds=60.0))
-    monkeypatch.setattr(group, "_hosts", [Suspended(clock, 0.0, (math.inf, math.inf))])
+    host = Suspended(clock, 0.0, (math.inf, math.inf))
+    group = on_clock(fakes, monkeypatch, clock, policy(hello_seconds=60.0), host, heard=True)
     monkeypatch.setattr(group, "_rank_pids", {0: 1})
-    monkeypatch.setattr(group, "_world", 2)
-    monkeypatch.setattr(group, "_receive", hear)
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     assert group.watch(lambda: group.greeted) is WatchEnd.SILENT
+    assert clock[0] < HOUR
 
 
 def test_a_rank_of_a_training_that_ends_before_all_said_hello_is_lost(
@@ -356,9 +364,7 @@ def test_a_rank_of_a_training_that_ends_before_all_said_hello_is_lost(
 ) -> None:
     """Exit 0 is the end of a training only for ranks that have begun it."""
     clock = [0.0]
-    group = fakes.make(policy(may_leave=True))
-    monkeypatch.setattr(group, "_hosts", [Suspended(clock, 0.0, (0.0, math.inf))])
-    monkeypatch.setattr(group, "_world", 2)
+    group = on_clock(fakes, monkeypatch, clock, policy(may_leave=True), Suspended(clock, 0.0, (0.0, math.inf)))
     monkeypatch.setattr(group, "_rank_pids", {0: 1})
     assert group._has_lost_rank()
     monkeypatch.setattr(group, "_rank_pids", {0: 1, 1: 2})
@@ -383,21 +389,10 @@ def test_a_launcher_that_was_stopped_with_its_ranks_does_not_take_them_for_hangi
 ) -> None:
     """By `scontrol suspend` or `docker pause`, for longer than a hang may take."""
     clock, stops = [0.0], [stopped_seconds]
-
-    def hear(seconds: float) -> bool:
-        clock[0] += 10 * seconds
-        if clock[0] > 60.0 and stops:
-            clock[0] += stops.pop()
-        return False
-
     patience = GroupPolicy(HOUR, lambda phase: 600.0, settle_seconds=0.2, may_exit=True)
-    group = fakes.make(patience)
     worked = works_until + stopped_seconds if works_until == HOUR else works_until
-    monkeypatch.setattr(group, "_hosts", [Suspended(clock, worked, (math.inf, math.inf))])
+    group = on_clock(fakes, monkeypatch, clock, patience, Suspended(clock, worked, (math.inf, math.inf)), stops)
     monkeypatch.setattr(group, "_rank_pids", {0: 1, 1: 2})
-    monkeypatch.setattr(group, "_world", 2)
-    monkeypatch.setattr(group, "_receive", hear)
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     assert group.watch(lambda: False) is WatchEnd.SILENT
     assert waited - 20 <= clock[0] - stopped_seconds <= waited + 20
     clock[0], stops[:] = 0.0, [stopped_seconds]
