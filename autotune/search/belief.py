@@ -30,7 +30,7 @@ from autotune.problem.knobs import FIRST_ORDER
 
 # Standard deviation of measured minus predicted effects of turning one knob, as logarithms of speed. Source: all pairs of
 # measured candidates in searches of the recorded tables.
-EFFECT_SIGMA: Mapping[str, float] = {
+EFFECT_SIGMA = {
     "activation_checkpointing": 0.09,
     "gradient_accumulation_steps": 0.08,
     "offload_optimizer": 0.08,
@@ -50,29 +50,22 @@ class KnobKernel:
 
     Each knob has an additive effect. Further effects depend on several knobs, and together vary as much as all single ones.
     Sizes of one knob are alike if their ratio is small, and values of a choice are not.
-
-    Args:
-        sigmas: standard deviation of an effect, by knob.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], sigmas: Mapping[str, float] = EFFECT_SIGMA) -> None:
-        self._knobs = []
-        variance = [0.0, 0.0]
-        for name in sorted({name for candidate in candidates for name, _ in candidate.knobs}):
-            values = [candidate.get(name) for candidate in candidates]
-            if len(set(values)) == 1:
-                continue
-            knob = _Knob.of(name, values, sigmas.get(name, OTHER_SIGMA) ** 2)
-            variance[knob.order] += knob.variance
-            self._knobs.append(knob)
-        self._variance = variance
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        names = sorted({name for candidate in candidates for name, _ in candidate.knobs})
+        columns = [(name, [candidate.get(name) for candidate in candidates]) for name in names]
+        self._knobs = [_Knob.of(name, values) for name, values in columns if len(set(values)) > 1]
         self._count = len(candidates)
         self._columns: dict[int, Floats] = {}
+        self._variance = np.zeros(2)  # of all effects of single knobs, by order
+        for knob in self._knobs:
+            self._variance[knob.order] += knob.variance
 
     @property
     def variances(self) -> Floats:
         """Return the variance of a candidate's error by first-order and by second-order knobs, (2,)."""
-        return 2 * np.array(self._variance)
+        return np.asarray(2 * self._variance)
 
     def covariances(self, places: Sequence[int]) -> Floats:
         """Return the covariances of all candidates with those at these places, (2, n, places), for either order."""
@@ -88,7 +81,7 @@ class KnobKernel:
                 single[knob.order] += knob.variance * alike
                 joint[knob.order] *= ALIKE + (1 - ALIKE) * alike
             joint[1] *= joint[0]
-            self._columns[place] = single + np.array(self._variance)[:, None] * joint
+            self._columns[place] = single + self._variance[:, None] * joint
         return self._columns[place]
 
 
@@ -100,11 +93,11 @@ class _Knob:
     variance: float
 
     @classmethod
-    def of(cls, name: str, values: Sequence[Value | None], variance: float) -> _Knob:
+    def of(cls, name: str, values: Sequence[Value | None]) -> _Knob:
         order = 0 if name in FIRST_ORDER else 1
+        variance = EFFECT_SIGMA.get(name, OTHER_SIGMA) ** 2
         given = [value for value in values if value is not None]
-        is_size = name != "zero_stage" and all(_is_number(value) for value in given)
-        if is_size:
+        if name != "zero_stage" and all(_is_number(value) for value in given):
             logs = [_MISSING if value is None else math.log2(max(float(value), 1e-9)) for value in values]
             return cls(order, True, np.array(logs), variance)
         _, codes = np.unique([str(value) for value in values], return_inverse=True)
@@ -130,9 +123,8 @@ TRUSTED = 0.9  # prior probability of the predictor's explanation
 PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's log-normal prior, with a sigma of 1
 OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
 CALL_SIGMA = 0.3  # of the change of a machine's speed between two calls, as a logarithm
-MOST_POINTS = (
-    64  # latest measurements; older ones add little information and much time (`benchmarks/search/proposer.py`)
-)
+# latest measurements; older ones add little information and much time (`benchmarks/search/proposer.py`)
+MOST_POINTS = 64
 _LEAST_WEIGHT = 1e-4  # relative to the likeliest explanation of its kind; those with less are left out
 
 
@@ -215,7 +207,6 @@ def explain(
     points = points[-MOST_POINTS:]
     places = [point.place for point in points]
     covariances = kernel.covariances(places)
-    of_candidates = covariances[:, at].swapaxes(1, 2)
     values = np.array([point.value for point in points])
     noise = np.diag([point.sigma**2 for point in points]) + _of_calls(points)
     average = np.full_like(predicted, predicted.mean())
@@ -227,19 +218,17 @@ def explain(
         found = []
         for amplitude, second in itertools.product(AMPLITUDES, SECOND_ORDER):
             shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
-            log_weight = math.log(prior) - 0.5 * (
-                math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2
-            )
             of_points = np.einsum("o,onm->nm", shares, covariances[:, places]) + offset + noise
             inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
             residual = inverse @ (values - prior_mean[places])
-            log_weight += float(np.log(inverse.diagonal()).sum()) - 0.5 * float(residual @ residual)
-            found.append((log_weight, shares, inverse, residual))
+            unusual = math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2
+            likelihood = float(np.log(inverse.diagonal()).sum() - 0.5 * residual @ residual)
+            found.append((likelihood + math.log(prior) - 0.5 * unusual, shares, inverse, residual))
         least = max(one[0] for one in found) + math.log(_LEAST_WEIGHT)
         for log_weight, shares, inverse, residual in found:
             if log_weight < least:
                 continue
-            known = inverse @ (np.einsum("o,omn->mn", shares, of_candidates) + offset)
+            known = inverse @ (np.einsum("o,onm->mn", shares, covariances[:, at]) + offset)
             log_weights.append(log_weight)
             means.append(prior_mean[at] + residual @ known)
             variance = float(shares @ kernel.variances) + offset
@@ -271,8 +260,8 @@ _MOST_SIGMAS = 6.0  # beyond them a bound above the belief is the value, and one
 
 # -- all quantities ----------------------------------------------------------------------------------------------------
 
-REPEAT_SPEED, REPEAT_PEAK = 0.02, 0.01  # standard deviation of a logarithm between two measurements
 PEAK_SCALE = 0.5  # errors of predicted peaks, relative to those of speeds
+REPEAT_SPEED, REPEAT_PEAK = 0.02, 0.01  # standard deviation of a logarithm between two measurements
 HOPELESS_SIGMAS = 2.5  # a candidate whose peak is believed to exceed its limit by this many sigmas is not tried
 MOST_OF_HOST = 1.1  # share of the free host memory by the memory estimate; candidates above it are not tried
 
@@ -295,15 +284,12 @@ class Belief:
 
     Args:
         predictor: calibrated by the study's outcomes (`Predictor.observe`).
-        effect_sigmas: standard deviations of knobs' effects.
     """
 
-    def __init__(
-        self, predictor: Predictor, candidates: Sequence[Candidate], effect_sigmas: Mapping[str, float] = EFFECT_SIGMA
-    ) -> None:
+    def __init__(self, predictor: Predictor, candidates: Sequence[Candidate]) -> None:
         self.predictor, self.hardware = predictor, predictor.hardware
         self._prepared = predictor.prepare(candidates)
-        self._kernel = KnobKernel(candidates, effect_sigmas)
+        self._kernel = KnobKernel(candidates)
         self._saved_bytes = saved_bytes(predictor.job, predictor.trace, self._prepared.columns)
 
     @property

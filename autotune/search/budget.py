@@ -9,11 +9,10 @@ from autotune.problem.candidate import Candidate, Value
 from autotune.problem.job import checkpoint_seconds, weights_seconds
 from autotune.problem.outcome import Outcome
 from autotune.search.leaderboard import Leaderboard
-from autotune.search.proposer import TRIAL_SHARE, Proposer
+from autotune.search.proposer import FIRST_TRIAL_SECONDS, TRIAL_SHARE, Proposer
 from autotune.search.trials import SEARCH, VERIFY
 from autotune.util.units import format_duration
 
-FIRST_TRIAL_SECONDS = 5.0  # a shorter budget cannot hold one trial
 MOST_RESERVED = 0.4  # share of the budget, at most, that is reserved for verification
 SLACK = 1.2  # factor on expected seconds
 WARMUP_STEPS = 3  # steps before a measurement

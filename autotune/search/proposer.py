@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.belief import EFFECT_SIGMA, REPEAT_PEAK, REPEAT_SPEED, TRUSTED, Belief, Forecast, Point
+from autotune.search.belief import REPEAT_PEAK, REPEAT_SPEED, TRUSTED, Belief, Forecast, Point
 from autotune.search.pruning import CandidatePool, DominanceRules, numbered
 from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, speed_left
 from autotune.util.units import format_bytes, format_percent
@@ -31,14 +31,10 @@ from autotune.util.units import format_bytes, format_percent
 # alone do, so no agreement with the predictor hides all others. A search ends when no gain is worthwhile and a bound of the
 # speed that is left is low.
 
-WORTHWHILE = 0.25  # share of the tolerance; a smaller expected gain is ignored
+WORTHWHILE = 0.0025  # logarithm of speed; a smaller expected gain is ignored
 MOST_LEFT = 0.05  # share of speed by which untried candidates may be faster at the end (`Proposer.confidence`)
-CLAIM_SIGMA = 0.03  # of the best speed as a logarithm, which was measured once, and of what no knob explains
-ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
-FIRST_TRIALS = 4  # measured candidates that a short budget must hold
-LEAST_SHARE_SECONDS = 5.0  # a share below holds no trial of most models
+FIRST_TRIAL_SECONDS = 5.0  # a shorter budget, or share of it, holds no trial of most models
 TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
-FIRST_FIT = 4.0  # weight of the log probability of fitting against the log speed, before anything has fitted
 
 
 @dataclass(frozen=True)
@@ -53,19 +49,12 @@ class Proposer:
     """Ranks the open candidates and proposes the next one to measure."""
 
     def __init__(
-        self,
-        candidates: list[Candidate],
-        space: SearchSpace,
-        predictor: Predictor,
-        *,
-        tolerance: float = 0.01,
-        exhaustive: bool = False,
-        effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
+        self, candidates: list[Candidate], space: SearchSpace, predictor: Predictor, *, exhaustive: bool = False
     ) -> None:
         self.space, self.predictor, self.candidates = space, predictor, candidates
         self.job, self.hardware = job, hardware = predictor.job, predictor.hardware
-        self.tolerance, self.exhaustive = tolerance, exhaustive
-        self._belief = Belief(predictor, candidates, effect_sigmas)
+        self.exhaustive = exhaustive
+        self._belief = Belief(predictor, candidates)
         rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
         self._pool = CandidatePool(candidates, rules, self._belief.host_bytes)
         self._index, self._family = self._pool.index, self._pool.family
@@ -81,7 +70,6 @@ class Proposer:
         self._peaks: dict[int, Point] = {}  # by place
         self._too_slow: dict[int, float] = {}  # log of the most samples per second, by place
         self._ooms: dict[int, float] = {}  # log of the least bytes needed, by place
-        self._surprising_ooms = 0  # of candidates that were believed to fit
         self._host_ran_out = False
         self._cannot_win: set[int] = set()  # measured candidates
         self._call = 0
@@ -140,9 +128,6 @@ class Proposer:
         if not outcome.kind.is_attributable_to_candidate:
             return
         at, measured = self._index.get(candidate), outcome.measurement
-        known = self.__dict__.get("_forecast")
-        if known is not None and at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
-            self._surprising_ooms += bool(known.fits[at] > 0.5)
         self._forget()
         if at is not None and measured is not None:
             self._note_speed(at, measured)
@@ -263,7 +248,7 @@ class Proposer:
             forecast = self._forecast
             places = np.flatnonzero(self._available & ~forecast.host_hopeless)
             speed = forecast.speed
-            sigmas = np.hypot(speed.sigmas[:, places], CLAIM_SIGMA)  # the best was measured once
+            sigmas = np.hypot(speed.sigmas[:, places], REPEAT_SPEED)  # the best was measured once
             ahead = dataclasses.replace(speed, means=speed.means[:, places] - best, sigmas=sigmas)
             left = math.expm1(speed_left(ahead, forecast.fits[places], self._group[places]))
         ruled_out = self.stopped is not None and self.stopped.reason is StopReason.ALL_TRIED
@@ -280,7 +265,7 @@ class Proposer:
         """
         self._left_seconds = left_seconds
         if math.isinf(self.trial_share_seconds):
-            self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(LEAST_SHARE_SECONDS, left_seconds))
+            self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(FIRST_TRIAL_SECONDS, left_seconds))
         if np.count_nonzero(self._available) == 1:  # no other trial needs the time
             self.trial_share_seconds = left_seconds
         decision = self._decide()
@@ -303,7 +288,7 @@ class Proposer:
         if not any_allowed:
             reachable = self._available & ~self._forecast.host_hopeless
             return (StopReason.BUDGET_USED if reachable.any() else StopReason.ALL_TRIED).stop()
-        if gain[best] >= self._worthwhile:
+        if gain[best] >= WORTHWHILE:
             return Proposal(self.candidates[best], f"expected gain {format_percent(math.expm1(gain[best]))}")
         confidence = self.confidence()
         if confidence is not None and confidence.left_share > MOST_LEFT:
@@ -311,12 +296,7 @@ class Proposer:
         if self.exhaustive:
             rungs = self._available & np.isfinite(value) & (self._family == self._family[best])
             return Proposal(self._lowest(rungs), "--exhaustive goes on")
-        return StopReason.SMALL_GAIN.stop(percent=100 * self._worthwhile)
-
-    @property
-    def _worthwhile(self) -> float:
-        """Least expected gain of a trial, as a logarithm."""
-        return WORTHWHILE * self.tolerance
+        return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE)
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """Return the next candidate for the engine that measured `current`; None if another engine is worth more.
@@ -336,9 +316,9 @@ class Proposer:
         best = int(of_rungs.argmax())
         if not np.isfinite(of_rungs[best]):
             return None
-        if self.exhaustive and gain[value.argmax()] < self._worthwhile:
+        if self.exhaustive and gain[value.argmax()] < WORTHWHILE:
             return Proposal(self._lowest(np.isfinite(of_rungs)), "--exhaustive goes on in the same engine")
-        if gain[best] < self._worthwhile or of_rungs[best] < value.max():
+        if gain[best] < WORTHWHILE or of_rungs[best] < value.max():
             return None
         return Proposal(self.candidates[best], f"same engine, expected gain {format_percent(math.expm1(gain[best]))}")
 
@@ -351,9 +331,7 @@ class Proposer:
 
         The fallback applies after many failures, or if no candidate has fitted or is likely to fit.
         """
-        forecast = self._forecast
-        need = np.exp(forecast.peak.mean) / self.hardware.capacity_bytes
-        at = self._fallback.next(self._available, need, believed=not self._surprising_ooms)
+        at = self._fallback.next(self._available, self._forecast.peak.mean)
         if at is None:
             return self._fallback.stop()
         why = "has fitted" if self._fallback.is_due else "is likely to fit"
@@ -382,8 +360,8 @@ class Proposer:
             excluded |= forecast.hopeless
         excluded |= self._too_long(forecast, ~excluded)
         if best is None:
-            # the first trial should fit, because it calibrates all predictions
-            gain = forecast.speed.mean + FIRST_FIT * np.log(np.maximum(forecast.fits, 1e-9))
+            # a logarithm of the expected speed, because a candidate that does not fit has none
+            gain = forecast.speed.mean + np.log(np.maximum(forecast.fits, 1e-9))
             return np.where(excluded, -np.inf, gain), gain
         startup = self._costs.startup_seconds[self._stage]
         if alive is not None:
@@ -401,14 +379,14 @@ class Proposer:
 
         The upper end of each prediction counts, because few trials have calibrated it yet.
         """
-        if len(self._measured) >= FIRST_TRIALS or not allowed.any():
+        if len(self._measured) >= LEAST_MEASURED or not allowed.any():
             return np.zeros_like(allowed)
         slow_step = forecast.step_seconds * np.exp(forecast.speed.sigma)
         longest = self._costs.measuring_seconds(slow_step, self._accumulation)
         most = self.trial_share_seconds
         if self._costs.started:
             most -= self._costs.startup_seconds[self._stage]
-        return np.asarray(longest > np.maximum(most, ALIKE_SECONDS * float(longest[allowed].min())))
+        return np.asarray(longest > np.maximum(most, longest[allowed].min()))
 
 
 def first_order_key(candidate: Candidate) -> tuple[object, ...]:
@@ -421,18 +399,22 @@ def first_order_key(candidate: Candidate) -> tuple[object, ...]:
 # Fallback schedule if nothing has fitted: try the candidate with the least memory of every stage, then stop.
 
 ENOUGH = 8  # failed trials after which only fallback candidates are tried
-_SPARED = 8.0  # doublings of the micro-batch that one memory-saving setting is worth
 
 
 class FallbackSchedule:
-    """Fallback candidates tried so far, and failures since the last fit."""
+    """Stages whose fallback candidate was tried, and failures since the last fit.
+
+    Settings rank the candidates before predictions do, because predictions may be why nothing has fitted. On CPU ranks
+    offloading saves no memory.
+    """
 
     def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
         self._stage = np.array([candidate.stage for candidate in candidates])
-        self._demand_scores = np.array([memory_demand_score(candidate, device) for candidate in candidates])
         self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
+        kept = np.array([not candidate.checkpointing for candidate in candidates]) - self._offloads * (device == "cuda")
+        self._demand = [np.array([candidate.micro_batch for candidate in candidates]), kept]  # the last counts first
         self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
-        self._tried: set[tuple[int, bool]] = set()  # (stage, ranked by settings)
+        self._tried: set[int] = set()  # stages
         self._failed: Counter[OutcomeKind] = Counter()
 
     def take(self, at: int | None, kind: OutcomeKind, fitted: bool) -> None:
@@ -451,33 +433,31 @@ class FallbackSchedule:
             self._tried.clear()
             return
         self._failed[kind] += 1
-        if at is not None and kind is not OutcomeKind.OOM_DEVICE and self._offloads[at]:
-            stage = int(self._stage[at])
-            if again := {one for one in self._tried if one[0] == stage}:
-                self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
-                self._tried -= again
+        if at is None or kind is OutcomeKind.OOM_DEVICE or not self._offloads[at]:
+            return
+        stage = int(self._stage[at])
+        if stage in self._tried:
+            self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
+            self._tried.remove(stage)
 
     @property
     def is_due(self) -> bool:
         """True after so many failures that only fallback candidates are tried."""
         return self._failed.total() >= ENOUGH
 
-    def next(self, free: Flags, need: Floats, believed: bool) -> int | None:
+    def next(self, free: Flags, need: Floats) -> int | None:
         """Return the place of the next fallback candidate; None if each stage was tried.
 
         Args:
             free: (n,) candidates that may be tried.
-            need: (n,) predicted need, as a share of the available memory.
-            believed: rank by `need` only; otherwise also by memory-saving settings.
+            need: (n,) predicted need, which ranks candidates with the same settings.
         """
-        free = free & (self._offloads <= self._most_offloads[self._stage])
-        for by_settings in (False,) if believed else (False, True):
-            demand = np.where(free, self._demand_scores + 1e-3 * np.tanh(need) if by_settings else need, np.inf)
-            for at in demand.argsort(kind="stable")[: int(free.sum())]:
-                attempt = (int(self._stage[at]), by_settings)
-                if attempt not in self._tried:
-                    self._tried.add(attempt)
-                    return int(at)
+        order = np.lexsort([need, *self._demand])
+        for at in order[(free & (self._offloads <= self._most_offloads[self._stage]))[order]]:
+            stage = int(self._stage[at])
+            if stage not in self._tried:
+                self._tried.add(stage)
+                return int(at)
         return None
 
     def stop(self) -> Stop:
@@ -489,16 +469,9 @@ class FallbackSchedule:
         return StopReason.NOTHING_RUNS.stop(tried=tried, kinds=kinds)
 
 
-def memory_demand_score(candidate: Candidate, device: str) -> float:
-    """Return a memory demand score from settings alone. On CPU ranks offloading saves no memory."""
-    spends = (not candidate.checkpointing) + (len(OFFLOADING) - len(candidate.offloaded) if device == "cuda" else 0)
-    return math.log2(candidate.micro_batch) + _SPARED * spends
-
-
 # -- trial costs -------------------------------------------------------------------------------------------------------
 
 STARTUP_SECONDS = 15.0  # engine start before the first measured one
-RECENT = 8  # starts that the median covers
 # Limit for one step until a trial measures longer steps, so that a wrong estimate cannot give the whole budget to a
 # hanging trial.
 MOST_STEP_SECONDS = 600.0
@@ -509,7 +482,7 @@ class Costs:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._starts: deque[tuple[int, float]] = deque(maxlen=RECENT)  # (stage, seconds)
+        self._starts: list[tuple[int, float]] = []  # (stage, seconds)
         self._longest_start = 0.0
         self._most_step = MOST_STEP_SECONDS
         self._slow_start = 0.0  # seconds; longest start that a tuner's time limit ended
@@ -520,9 +493,7 @@ class Costs:
             self._most_step = max(self._most_step, 4 * outcome.measurement.step_seconds)
         if outcome.kind is OutcomeKind.TIMEOUT:
             self.note_slow_start(outcome)
-        # studies of earlier versions do not record which trials started an engine
-        started = outcome.started or outcome.outside_seconds > 1.0
-        if started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
+        if outcome.started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
             self._starts.append((stage, outcome.outside_seconds))
             self._longest_start = max(self._longest_start, outcome.outside_seconds)
 

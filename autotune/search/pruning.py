@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from autotune.predict.features import Flags, Floats, Places
 from autotune.predict.trace_data import Trace
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
@@ -58,8 +58,6 @@ class CandidatePool:
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
         self.open_mask = np.ones(len(candidates), dtype=bool)
-        # need at least as much memory as a candidate with a device OOM
-        self.device_too_large = np.zeros(len(candidates), dtype=bool)
         self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
         self._reserved = self.running  # running candidates and similar ones
         self.skipped: Counter[str] = Counter()
@@ -68,10 +66,8 @@ class CandidatePool:
         self._accumulation = np.array([candidate.accumulation for candidate in candidates])
         self.family = numbered(candidate.family for candidate in candidates)
         self._failed: dict[str, list[Candidate]] = {}  # by kind and text of the failure
-        self._offloads = np.array([bool(candidate.offloaded) for candidate in candidates])
         self._fixable: set[Candidate] = set()
         self._worked: list[Candidate] = []  # candidates of other spaces too
-        self._worked_mask = np.zeros(len(candidates), dtype=bool)
 
     @property
     def available_mask(self) -> Flags:
@@ -106,8 +102,6 @@ class CandidatePool:
         self.close(candidate)
         if outcome.kind is OutcomeKind.OK:
             self._worked.append(candidate)
-            if (at := self.index.get(candidate)) is not None:
-                self._worked_mask[at] = True
         elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._exclude_larger(candidate)
         elif outcome.least_step_seconds is not None:
@@ -167,11 +161,9 @@ class CandidatePool:
     def _exclude_larger(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much device memory as one with a device OOM."""
         at = self.index.get(candidate)
-        if at is None or self.device_too_large[at]:  # an earlier device OOM has already excluded all larger candidates
-            return
-        larger = self._dominance.at_least_as_large(at)
-        self.device_too_large |= larger
-        self.exclude(larger, f"needs no less memory than {candidate}, which ran out")
+        if at is not None:
+            larger = self._dominance.at_least_as_large(at)
+            self.exclude(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _exclude_larger_on_host(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much host memory as one with a host OOM, unless one of them has worked."""
@@ -179,7 +171,8 @@ class CandidatePool:
         if at is None:
             return
         larger = self._dominance.at_least_as_large(at, OutcomeKind.OOM_HOST)
-        if not (larger & self._worked_mask).any():
+        worked = [self.index[one] for one in self._worked if one in self.index]
+        if not larger[worked].any():
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
     def _exclude_shared_settings(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -194,14 +187,17 @@ class CandidatePool:
         self.exclude(self.same_engine(candidate), reason)
         failed = self._failed.setdefault(f"{outcome.kind} {_NUMBERS.sub('#', outcome.reason)}", [])
         failed.append(candidate)
-        engines = {frozenset(one.family) for one in failed}
+        engines = {_settings(one) for one in failed}
         shared = frozenset.intersection(*engines)
         differing = {name for engine in engines for name, _ in engine - shared} & set(FIRST_ORDER)
         least = 1 if is_told else 1 + len(differing)
-        if len(engines) > least and not any(shared <= set(one.family) for one in self._worked):
-            alike = np.array([shared <= set(other.family) for other in self.candidates])
-            offload = all(one.offloaded for one in failed)  # the host or an op may be the cause
-            self.exclude(alike & self._offloads if offload else alike, reason)
+        if len(engines) > least and not any(shared <= _settings(one) for one in self._worked):
+            self.exclude(np.array([shared <= _settings(other) for other in self.candidates]), reason)
+
+
+def _settings(candidate: Candidate) -> frozenset[tuple[str, Value]]:
+    """Return the settings of a candidate's engine, and if it offloads anything: the host or an op may be the cause."""
+    return frozenset({*candidate.family, ("offloads", bool(candidate.offloaded))})
 
 
 _NUMBERS = re.compile(r"\d+")  # sizes and addresses differ between failures with one cause

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-import string
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,12 +60,7 @@ class StopReason(Enum):
     @classmethod
     def of(cls, sentence: str) -> StopReason | None:
         """Return the reason of a stored sentence; None for an unknown or an empty one."""
-        return next((one for one in cls if one._pattern.fullmatch(sentence)), None)
-
-    @property
-    def _pattern(self) -> re.Pattern[str]:
-        fixed = (text for text, *_ in string.Formatter().parse(self.value))
-        return re.compile(".+".join(map(re.escape, fixed)) + (".+" if self.value.endswith("}") else ""))
+        return next((one for one in cls if sentence.startswith(one.value.partition("{")[0])), None)
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,6 @@ PROBABILITY = 0.9
 # Measured configs; with fewer, bounds of 90 % hold too rarely (tiny-llama_2xcpu of `benchmarks/search/search.py`: never
 # after two trials, in 7 of 12 searches after three).
 LEAST_MEASURED = 4
-_MOST_LEFT = 3.0  # logarithm of speed; a search that leaves more has measured nothing useful
 
 
 @dataclass(frozen=True)
@@ -101,10 +93,8 @@ class Confidence:
         """Text for the user, such as `untried configs are at most 3 % faster, with 90 % probability (by 14 trials)`."""
         if not self.untried:
             return "no config is left to try"
-        if self.measured == 1:
-            return "no other config was measured, so nothing is known about the speed of the untried ones"
         if self.measured < LEAST_MEASURED:
-            return f"only {self.measured} configs were measured, too few to bound the speed of the untried ones"
+            return f"{counted(self.measured, 'config')} measured: too few to bound the speed of the untried ones"
         trials = counted(self.trials, "trial")
         if not self.left_share:
             return f"no untried config is faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"
@@ -119,7 +109,7 @@ class Confidence:
 def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:
     """Return the bound that the best untried candidate exceeds with a probability of 1 - PROBABILITY, as a logarithm.
 
-    Errors are taken as equal within a group and as independent between groups.
+    The bound is infinite beyond twice the speed. Errors are taken as equal within a group and as independent between groups.
 
     Args:
         ahead: logarithm of speed over the best measured candidate, for n candidates.
@@ -135,9 +125,11 @@ def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:
         np.maximum.at(worst, groups, fits * (1 - ahead.probability_below(left)))
         return float(np.prod(1 - worst))
 
-    low, high = 0.0, _MOST_LEFT
+    low, high = 0.0, math.log(2)
     if probability_below(low) >= PROBABILITY:
-        return 0.0
+        return low
+    if probability_below(high) < PROBABILITY:
+        return math.inf
     while high - low > 1e-4:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if probability_below(middle) >= PROBABILITY else (middle, high)

@@ -149,7 +149,6 @@ class WithoutDominance(Proposer):
         before = self._pool.open_mask.copy()
         super().observe(candidate, outcome, outdated=outdated, verified=verified)
         self._pool.open_mask[:] = before
-        self._pool.device_too_large[:] = False
         if outcome.kind.is_attributable_to_candidate and not outdated:
             self._pool.close(candidate)
 

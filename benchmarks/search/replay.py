@@ -279,7 +279,7 @@ class ReplaySession(Session):
 
     def __init__(self, executor: ReplayExecutor, candidate: Candidate) -> None:
         self._executor, self._candidate = executor, candidate
-        self._started, self.alive = False, True
+        self._starts, self.alive = True, True  # the next trial starts the engine
 
     def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Return the recorded outcome of the candidate, and advance the simulated clock.
@@ -294,10 +294,11 @@ class ReplaySession(Session):
         row = executor.replay_table.rows.get(candidate)
         if row is None:
             raise UserError(f"the table has no row for {candidate}: use the space of the table (leave --space out)")
-        outside = 0.0 if self._started else row.startup_seconds
-        if not self._started:
+        started, self._starts = self._starts, False
+        outside = 0.0
+        if started:
+            outside = row.startup_seconds
             executor.log.process_starts.append(executor.now())
-            self._started = True
         if row.kind is not OutcomeKind.OK:
             outside += OOM_SECONDS
             measured = 0.0
@@ -323,10 +324,10 @@ class ReplaySession(Session):
             return self._end(late, max(0.0, deadline_seconds))
         if row.kind is OutcomeKind.OK:
             executor.advance(seconds)
-            outcome = self._measured(candidate, row, seconds, outside)
+            outcome = replace(self._measured(candidate, row, seconds, outside), started=started)
         else:
             executor.log.oom_seconds += seconds
-            outcome = self._end(self._failed(row), seconds)
+            outcome = self._end(replace(self._failed(row), started=started), seconds)
         executor.log.trials.append((executor.now(), candidate, row.kind))
         return outcome
 
@@ -366,13 +367,7 @@ class ReplaySession(Session):
             extrapolated=candidate.accumulation > 3,
         )
         return Outcome(
-            OutcomeKind.OK,
-            Phase.STEP,
-            measurement,
-            peak_bytes=peak,
-            seconds=seconds,
-            outside_seconds=outside,
-            started=outside > 0,
+            OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=peak, seconds=seconds, outside_seconds=outside
         )
 
     def close(self) -> None:

@@ -60,13 +60,7 @@ END = "end"
 
 
 def autotune(
-    replay_table: ReplayTable,
-    trace: Trace,
-    seed: int,
-    budget: float,
-    parts: str,
-    until_found: bool = False,
-    effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
+    replay_table: ReplayTable, trace: Trace, seed: int, budget: float, parts: str, until_found: bool = False
 ) -> dict[str, Any]:
     executor = EXECUTORS.get(parts, ReplayExecutor)(replay_table, seed)
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
@@ -75,7 +69,7 @@ def autotune(
     predictor = make_predictor(job, hardware, trace)
     candidates = sorted(replay_table.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = make_proposer(candidates, space, predictor, effect_sigmas=effect_sigmas)
+    proposer = make_proposer(candidates, space, predictor)
     began = time.perf_counter()
     bounds: dict[str, tuple[float, float]] = {}
 
@@ -229,9 +223,9 @@ def one(
     replay_table = load_replay_table(path)
     if strategy in ABLATIONS:
         own = (settings or {}).get(path, Settings())
-        with mock.patch.dict(calibration._CPU_QUIRKS, own.stages):
-            trace = traced(replay_table, traces)
-            return autotune(replay_table, trace, seed, budget, strategy, until_found, effect_sigmas=own.effect_sigmas)
+        sigmas = mock.patch.dict(EFFECT_SIGMA, own.effect_sigmas, clear=True)
+        with mock.patch.dict(calibration._CPU_QUIRKS, own.stages), sigmas:
+            return autotune(replay_table, traced(replay_table, traces), seed, budget, strategy, until_found)
     return baseline(replay_table, seed, budget, BASELINES[strategy])
 
 

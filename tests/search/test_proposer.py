@@ -243,13 +243,13 @@ def test_hopeless_candidates_are_counted_and_not_tried_first(replay_table: Repla
     assert count == int(hopeless.sum())
 
 
-def test_search_ends_below_the_tolerance(replay_table: ReplayTable) -> None:
-    proposer = make_proposer(replay_table, tolerance=0.02)
+def test_search_ends_if_the_most_gain_per_second_is_not_worthwhile(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     run_to_end(proposer, replay_table)
     assert proposer.stopped is not None
-    assert proposer.stopped.sentence == StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * 0.02).sentence
-    _, gain = proposer._values(proposer._forecast)
-    assert gain[proposer._available].max() < WORTHWHILE * 0.02
+    assert proposer.stopped.sentence == StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE).sentence
+    value, gain = proposer._values(proposer._forecast)
+    assert gain[value.argmax()] < WORTHWHILE
 
 
 def test_what_measurements_alone_expect_is_tried_though_the_predictor_agrees_with_them(
@@ -321,7 +321,7 @@ def test_verification_that_fails_by_memory_lowers_the_limit_of_its_stage(replay_
 def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(
     replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.search.proposer.LEAST_SHARE_SECONDS", 0.0)
+    monkeypatch.setattr("autotune.search.proposer.FIRST_TRIAL_SECONDS", 0.0)
 
     def first_seconds(budget: float) -> float:
         proposer = make_proposer(replay_table)

@@ -16,7 +16,7 @@ def test_starts_of_the_own_stage_count_before_all_and_a_slow_rung_does_not() -> 
     assert costs.startup_seconds.tolist() == [STARTUP_SECONDS] * 4
     costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.6, started=True), 0)
     costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.4), 0)
-    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=9.0), 3)  # of a study that does not say
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=9.0, started=True), 3)
     assert costs.startup_seconds == pytest.approx([0.6, 4.8, 4.8, 9.0])
 
 

@@ -270,7 +270,7 @@ def test_a_scripts_first_candidate_comes_before_the_verification_of_its_own_conf
     outcome = measured_at(table, next(iter(table.rows)), 0.5)
     assert outcome.measurement is not None
     measured = dataclasses.replace(outcome.measurement, step_seconds=5.0)
-    slow = dataclasses.replace(outcome, measurement=measured, outside_seconds=14.0)
+    slow = dataclasses.replace(outcome, measurement=measured, outside_seconds=14.0, started=True)
     store = StudyStore.in_memory(job, hardware, space)
     number = store.claim(known, space, SEARCH, "", set())
     assert number is not None
