@@ -216,7 +216,6 @@ def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> Non
             "torchrun --nnodes 2: trainings over several nodes are autotune's to start: give it --hostfile FILE",
         ),
         ("-- train.py broken.yaml", "broken.yaml:2: not YAML"),
-        ("-- lmf train mine.yaml", "`-- lmf …`: llamafactory is not installed in "),
     ],
 )
 def test_bad_input_is_one_line(

@@ -451,7 +451,8 @@ def _shown(devices: str) -> int:
 def own_variables_note(typed: TypedCommand) -> list[str]:
     """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
     names = ", ".join(sorted(typed.own))
-    return [f"{typed.script.target} sets {names} itself: ranks start with it"] if names else []
+    started = [f"the shell script starts `{typed.started}`"] if typed.started else []
+    return [*started, *([f"{typed.script.target} sets {names} itself: ranks start with it"] if names else [])]
 
 
 # -- global batch ------------------------------------------------------------------------------------------------------

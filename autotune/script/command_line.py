@@ -22,8 +22,8 @@ from autotune.util.bounds import MOST, MOST_RANKS, whole_number
 
 TORCHRUN, DEEPSPEED, ACCELERATE = "torchrun", "deepspeed", "accelerate"
 _DEEPSPEED_NODE = "deepspeed.launcher.launch"  # module that `deepspeed` starts on each machine
-_PROGRAMS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "ds": DEEPSPEED, "accelerate-launch": ACCELERATE}
-_MODULES = {
+PROGRAMS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "ds": DEEPSPEED, "accelerate-launch": ACCELERATE}
+MODULES = {
     "torch.distributed.run": TORCHRUN,
     "torch.distributed.launch": TORCHRUN,
     "accelerate.commands.launch": ACCELERATE,
@@ -203,11 +203,11 @@ def _launcher(words: list[str], python: bool) -> tuple[int, str]:
     if words[0] == "-m" and len(words) > 1 and python:
         if words[1] == "accelerate.commands.accelerate_cli" and words[2:3] == ["launch"]:
             return 3, ACCELERATE
-        return (2, _MODULES[words[1]]) if words[1] in _MODULES else (0, "")
+        return (2, MODULES[words[1]]) if words[1] in MODULES else (0, "")
     name = Path(words[0]).name
     if name == "accelerate" and words[1:2] == ["launch"]:
         return 2, ACCELERATE
-    return (1, _PROGRAMS[name]) if name in _PROGRAMS else (0, "")
+    return (1, PROGRAMS[name]) if name in PROGRAMS else (0, "")
 
 
 def _options(kind: str, words: list[str]) -> tuple[dict[str, str], list[str], list[str]]:

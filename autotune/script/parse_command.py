@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +15,11 @@ from autotune.problem.candidate import KNOBS, MICRO_BATCH
 from autotune.problem.ds_config import value_at
 from autotune.problem.import_time_env import settings_in, variables_after
 from autotune.problem.job import ArgumentFile, Script, script_text
-from autotune.script.argument_files import is_ds_config, launcher_data
+from autotune.script.argument_files import integers_in_words, is_ds_config, launcher_data
 from autotune.script.argument_writer import argument_files, read_file
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
 from autotune.script.script import KNOWN_FLAGS, check_configs_exist
+from autotune.script.shell_script import started_training
 from autotune.util.bounds import MOST_RANKS, whole_number
 from autotune.util.interpreter import OWN, Interpreter, console_script
 
@@ -41,6 +43,7 @@ class TypedCommand(NamedTuple):
     ranks_source: str  # option, file or variable that sets `ranks`
     variables: dict[str, str]  # for this process and its ranks
     own: dict[str, str]  # those of `variables` that the script's code sets
+    started: str = ""  # the training's command, if a shell script was typed
 
 
 def read_command(
@@ -55,25 +58,10 @@ def read_command(
     Raises:
         UserError: nothing that can be started here, a file that does not parse, several machines, or an invalid mapping.
     """
-    line = take_apart(words)
-    script = make_script(words, maps, worst_case, ds_config, interpreter)
-    ranks, ranks_source = _ranks(line, script)
-    variables = dict(line.environment)
-    if gpus := line.gpus or launcher_data(script.files).get("gpu_ids"):
-        variables |= {} if gpus == "all" else {"CUDA_VISIBLE_DEVICES": str(gpus)}
-    own = variables_after(settings_in(script_text(script) or ""), {**os.environ, **variables})
-    return TypedCommand(script, ranks, ranks_source, {**variables, **own}, own)
-
-
-def make_script(
-    words: Sequence[str],
-    maps: Sequence[str],
-    worst_case: bool = False,
-    ds_config: Path | None = None,
-    interpreter: Interpreter = OWN,
-) -> Script:
-    """Return the script of a command line; see `read_command`."""
-    line = take_apart(words)
+    line, started = take_apart(words), ""
+    if shell := _of_shell(line):
+        words = started_training(line, shell, interpreter)
+        line, started = take_apart(words), shlex.join(words)
     if line.kind == ACCELERATE:
         check_module("accelerate", interpreter)
     argv, program = _target(line, interpreter)
@@ -96,7 +84,26 @@ def make_script(
         files=files,
     )
     check_configs_exist(script)
-    return script
+    ranks, ranks_source = _ranks(line, script)
+    variables = dict(line.environment)
+    if gpus := line.gpus or launcher_data(script.files).get("gpu_ids"):
+        variables |= {} if gpus == "all" else {"CUDA_VISIBLE_DEVICES": str(gpus)}
+    own = variables_after(settings_in(script_text(script) or ""), {**os.environ, **variables})
+    return TypedCommand(script, ranks, ranks_source, {**variables, **own}, own, started)
+
+
+_SHELL = re.compile(r"(.*[/ ])?(ba|da|z)?sh( .*)?")
+
+
+def _of_shell(line: CommandLine) -> Sequence[str]:
+    """Return the words after the shell if the line starts a shell script; empty otherwise."""
+    name = "".join(line.target[:1])
+    if line.kind or not name:
+        return ()
+    if _SHELL.fullmatch(name):
+        return line.target[1:]
+    ours = os.path.isfile(name) and (name.endswith((".sh", ".bash")) or _SHELL.fullmatch(shebang(name)))
+    return line.target if ours else ()
 
 
 def _target(line: CommandLine, interpreter: Interpreter) -> tuple[tuple[str, ...], Path | None]:
@@ -111,8 +118,6 @@ def _target(line: CommandLine, interpreter: Interpreter) -> tuple[tuple[str, ...
             raise UserError("`-- -m`: expected a module's name after it")
         check_module(argv[1], interpreter)
         return argv, None
-    if (shell := shell_script(argv)) is not None:
-        raise UserError(no_script(argv[0], training_line(shell)))
     path = Path(argv[0])
     if os.path.isfile(path):
         with path.open("rb") as file:
@@ -214,11 +219,10 @@ def _ranks(line: CommandLine, script: Script) -> tuple[int | None, str]:
     for name in _RANKS_VARIABLES if framework.variables else ():
         if known.get(name, "").isdecimal():
             return whole_number(known[name], name, 0, MOST_RANKS), f"{name}={known[name]}"
-    for at, word in enumerate(script.argv):
-        name, equals, value = word.partition("=")
-        value = value if equals else "".join(script.argv[at + 1 : at + 2])
-        if name in _SPELT and value.isdecimal():
-            return whole_number(value, name, 0, MOST_RANKS), f"{name} {value}"
+    typed = integers_in_words(script.argv)
+    for name in _SPELT:
+        if name in typed:
+            return typed[name], f"{name} {typed[name]}"
     return None, ""
 
 
@@ -234,35 +238,22 @@ def program_file(name: str, interpreter: Interpreter = OWN) -> Path:
         UserError: the command is missing, is no Python program, or belongs to another environment.
     """
     python, found = interpreter.path, console_script(name, interpreter)
-    known = next((one for one in FRAMEWORKS if name in one.programs), None)
-    if found is None and known is not None:
-        raise UserError(
-            f"`-- {name} …`: {known.package} is not installed in {_environment(python)}: "
-            f"`pip install {known.package}` there, or give the Python that has it"
-        )
     if found is None:
-        raise UserError(f"no script {name}: expected a Python file, `-m` and a module, or an installed command")
-    theirs = interpreter_of(Path(found))
-    if theirs is None:
-        raise UserError(no_script(name))
+        raise UserError(
+            f"no script {name}: expected a Python file, `-m` and a module, or a command that is installed in "
+            f"{_environment(python)}{_how_to_install(name)}"
+        )
+    theirs = shebang(found)
+    if "python" not in theirs.rpartition("/")[2]:
+        raise UserError(
+            f"`-- {name} …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`"
+        )
     if _other(theirs, python):
         raise UserError(
             f"`-- {name} …`: {found} is of {_environment(theirs)}, and ranks run in {_environment(python)}: "
             f"install it there, or give the Python that has it"
         )
     return Path(found)
-
-
-def no_script(name: str, started: str = "") -> str:
-    """Return an error for a command that Python cannot run, with a replacement.
-
-    Args:
-        started: the command that it starts, if known.
-    """
-    if not started:
-        return f"`-- {name} …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`"
-    filled = ", with its variables filled in" if "$" in started else ""
-    return f"`-- {name} …`: a shell script: give what it starts{filled}: `-- {started}`"
 
 
 def check_module(name: str, interpreter: Interpreter = OWN) -> None:
@@ -275,27 +266,26 @@ def check_module(name: str, interpreter: Interpreter = OWN) -> None:
     if interpreter.is_other or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
         return
     if importlib.util.find_spec(top) is None:
-        known = next((one for one in FRAMEWORKS if top in one.packages), None)
-        install = f": `pip install {known.package}` there, or give the Python that has it" if known else ""
-        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {_environment(interpreter.path)}{install}")
+        where = _environment(interpreter.path)
+        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {where}{_how_to_install(top)}")
 
 
-def interpreter_of(program: Path) -> str | None:
-    """Return the Python in a program's shebang, or None if the program is not a Python one."""
-    try:
-        with program.open("rb") as file:
-            start = file.read(1024)
-    except OSError:
-        return None
+def _how_to_install(name: str) -> str:
+    """Return how to install a framework, by the name of its command or module; empty for others."""
+    known = next((one for one in FRAMEWORKS if name in (*one.programs, *one.packages)), None)
+    return f": `pip install {known.package}` there, or give the Python that has it" if known else ""
+
+
+def shebang(program: str) -> str:
+    """Return the words that start a program, as its first line names them; empty if it has no such line."""
+    with open(program, "rb") as file:
+        start = file.read(1024)
     if not start.startswith(b"#!") or b"\0" in start:
-        return None
-    lines = start.decode(errors="replace").splitlines()
-    said = lines[0][2:].strip()
-    if said == "/bin/sh" and len(lines) > 1:  # pip's form if the path is too long for the kernel or has blanks
-        long = re.match(r"'''exec' (\"[^\"]+\"|\S+) \"\$0\"", lines[1])
-        said = long[1].strip('"') if long else said
-    name = said.rpartition("/")[2].split()
-    return said if name and any("python" in part for part in name) else None
+        return ""
+    first, _, second = start[2:].decode(errors="replace").partition("\n")
+    # pip's form if the path is too long for the kernel or has blanks
+    long = re.match(r"'''exec' (\"[^\"]+\"|\S+) \"\$0\"", second)
+    return long[1].strip('"') if long else first.strip()
 
 
 def _environment(python: str) -> str:
@@ -307,85 +297,3 @@ def _other(interpreter: str, python: str) -> bool:
     if interpreter.startswith("/usr/bin/env") or not Path(interpreter).exists():
         return False
     return os.path.realpath(os.path.dirname(interpreter)) != os.path.realpath(os.path.dirname(python))
-
-
-# -- shell scripts -----------------------------------------------------------------------------------------------------
-#
-# Shell scripts that start a training. Python cannot run them, but the command that they start could be given instead.
-
-_SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
-_MOST_BYTES = 1 << 20
-_LONGEST = 500  # characters of a quoted line
-# words in front of a command
-_BEFORE = set("exec nohup time then do else srun mpirun mpiexec uv conda {".split())
-_BETWEEN = re.compile(r"\s*(?:&&|\|\||;)\s*")
-_QUOTED = re.compile(r"\b(?:ba|da|z|k)?sh\s+-\w*c\s+(['\"])(.*)\1")
-_AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # pipes, redirections and comments after a command
-_ASSIGNED = re.compile(r"^\w+=['\"](?:\$\S+ )*")  # a command in a variable, after others
-_PROGRAMS = {name for one in FRAMEWORKS for name in one.programs}
-
-
-def shell_script(words: Sequence[str]) -> Path | None:
-    """Return the shell script that these words start, directly or by a shell (`bash train.sh`); None if there is none."""
-    path = Path(words[0])
-    if os.path.isfile(path):  # `os.path.isfile` accepts a text of any length; Path refuses a long one
-        return path if path.suffix[1:] in _SHELLS or _names_a_shell(path) else None
-    named = (Path(word) for word in words[1:] if not word.startswith("-")) if path.name in _SHELLS else ()
-    return next((one for one in named if os.path.isfile(one)), None)
-
-
-def _names_a_shell(path: Path) -> bool:
-    with path.open("rb") as file:
-        first = file.readline(256).decode(errors="replace")
-    if not first.startswith("#!") or interpreter_of(path) is not None:  # programs of pip may begin with a shell, too
-        return False
-    return not _SHELLS.isdisjoint(part.rpartition("/")[2] for part in first[2:].split())
-
-
-def training_line(path: Path) -> str:
-    """Return the line of a shell script that starts its training; empty if none was found.
-
-    Commands of launchers and frameworks are preferred to plain Python, and then commands with a DeepSpeed config. If
-    several launcher commands are left, the first is returned, since later ones evaluate. If several plain Python commands are
-    left, the last is returned, since earlier ones prepare data.
-    """
-    try:
-        text = path.read_text(errors="replace", encoding="utf-8") if path.stat().st_size <= _MOST_BYTES else ""
-    except OSError:
-        return ""
-    lines = [_QUOTED.sub(r"&& \2", line) for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
-    commands = [_command(_alone(part).split()) for line in lines for part in _BETWEEN.split(line)]
-    most = max(map(_likely, commands), default=0)
-    alike = [command for command in commands if _likely(command) == most] if most else [[]]
-    alike = [command for command in alike if "deepspeed" in " ".join(command[1:])] or alike
-    line = " ".join(alike[-1 if most == 1 else 0])
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
-
-
-def _alone(part: str) -> str:
-    """Return a command without its surroundings: parentheses of a subshell, or a variable or a quote around it."""
-    part = _AFTER.sub("", part).strip().lstrip("(")
-    if part.count(")") > part.count("("):
-        part = part.rstrip(") ")
-    if part.count('"') % 2 or part.count("'") % 2:
-        part = _ASSIGNED.sub("", part).strip("'\"")
-    return part
-
-
-def _command(words: list[str]) -> list[str]:
-    """Return the words without those in front of a command (`srun --nodes 1 torchrun …`)."""
-    if not words or words[0] not in _BEFORE:
-        return words
-    return next((words[at:] for at in range(1, len(words)) if _likely(words[at:])), [])
-
-
-def _likely(words: Sequence[str]) -> int:
-    """Rate how likely a command is a training: 2 for a launcher or a framework, 1 for Python, 0 for anything else."""
-    try:
-        line = take_apart(words)
-    except UserError:  # the launcher is configured for several nodes
-        return 2
-    if line.kind or not _PROGRAMS.isdisjoint(line.target[:1]):
-        return 2
-    runs = line.target[:1] == ("-m",) or "".join(line.target[:1]).endswith(".py")
-    return int(line.python and runs and line.target[:2] != ("-m", "pip"))

@@ -13,18 +13,17 @@ nvidia-ml-py (variable AUTOTUNE_NVML). This is the only third-party file of the 
 
 from __future__ import annotations
 
-from typing import Final
-
-MODEL_RANK: Final = "autotune.rank.model_rank"  # measures a named model
-SCRIPT_RANK: Final = "autotune.rank.script_rank"  # measures a user's script
-TRAIN_RANK: Final = "autotune.rank.train_rank"  # trains under `autotune launch`
-SELFTEST_RANK: Final = "autotune.rank.selftest_rank"  # all-reduce before the first trial
-FORK_SERVER: Final = "autotune.workers.fork_server"  # imports once, forks ranks
-TRACER: Final = "autotune.predict.tracer"  # traces a model without a GPU
-HUB_READER: Final = "autotune.rank.hub_config"  # reads a model's config from the Hub
-SANDBOX: Final = "autotune.rank.sandbox"  # runs another one of these in a sandbox
+MODEL_RANK = "autotune.rank.model_rank"  # measures a named model
+SCRIPT_RANK = "autotune.rank.script_rank"  # measures a user's script
+TRAIN_RANK = "autotune.rank.train_rank"  # trains under `autotune launch`
+SELFTEST_RANK = "autotune.rank.selftest_rank"  # all-reduce before the first trial
+FORK_SERVER = "autotune.workers.fork_server"  # imports once, forks ranks
+TRACER = "autotune.predict.tracer"  # traces a model without a GPU
+HUB_READER = "autotune.rank.hub_config"  # reads a model's config from the Hub
+SHELL_SCRIPT = "autotune.script.shell_script"  # runs a shell script to see what it starts
+SANDBOX = "autotune.rank.sandbox"  # runs another one of these in a sandbox
 
 # Interface of SANDBOX: a word after its folder that runs the module on a machine without a sandbox, too, and the exit
 # status on such a machine without that word.
-WITHOUT_SANDBOX: Final = "--unprotected"
-NOT_PROTECTED: Final = 96
+WITHOUT_SANDBOX = "--unprotected"
+NOT_PROTECTED = 96

@@ -173,7 +173,9 @@ def test_a_loss_in_chunks_is_planned_beside_one_with_all_logits() -> None:
     assert fastest.memory["logits and loss"] < 0.5 * whole.memory["logits and loss"]
     assert fastest.samples_per_second > 1.05 * whole.samples_per_second
     text = " ".join(shown(plan).split())
-    assert "in chunks, in a script by TRL's chunked loss or Liger's fused_linear_cross_entropy; with all logits z" in text
+    assert (
+        "in chunks, in a script by TRL's chunked loss or Liger's fused_linear_cross_entropy; with all logits z" in text
+    )
     assert plan.to_json(whole=True)["fastest_with_all_logits"]["peak_bytes"] == round(whole.peak_bytes)
 
 

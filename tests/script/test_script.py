@@ -1,9 +1,9 @@
 """A script's command line: what is taken, and how a candidate gets into it."""
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script, ScriptProfile
 from autotune.script.argument_files import is_ds_config
-from autotune.script.parse_command import make_script
+from autotune.script.parse_command import read_command
 from autotune.script.script import (
     FLAGS,
     candidate_of_config,
@@ -25,6 +25,10 @@ from autotune.script.script import (
     with_flag,
 )
 from tests.conftest import make_candidate
+
+
+def make_script(*given: Any) -> Script:
+    return read_command(*given).script
 
 
 @pytest.fixture
@@ -68,7 +72,11 @@ MAP_EXPECTED = (
     [
         ([], [], "no script after `--`: expected `autotune run … -- train.py its arguments`"),
         (["python"], [], "no script after `--`: expected `autotune run … -- train.py its arguments`"),
-        (["train.p"], [], "no script train.p: expected a Python file, `-m` and a module, or an installed command"),
+        (
+            ["train.p"],
+            [],
+            "no script train.p: expected a Python file, `-m` and a module, or a command that is installed in ",
+        ),
         (["gone.py"], [], "no script gone.py: expected a Python file, or `-m` and a module"),
         *(
             ([launcher, "train.py"], [], f"`-- {launcher} …`: give the script itself; autotune starts the ranks (like")
@@ -157,12 +165,6 @@ def test_the_command_of_a_candidate(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("given", [["--per_device_train_batch_size", "8"], ["--per_device_train_batch_size=8"]])
-def test_a_flag_that_is_given_is_one_that_the_script_takes(folder: Path, given: list[str]) -> None:
-    words = command(make_script(["train.py", *given], []), make_candidate(0, 4, 2), "best.json")
-    assert "=".join(words) == "train.py=--per_device_train_batch_size=4"
-
-
 def test_settings_are_the_knobs_that_a_flag_is_known_for() -> None:
     script = Script(("train.py",), ".", (("zero_stage", "--zero"), ("gradient_accumulation_steps", "acc")))
     assert settings(script, make_candidate(2, 4, 3, activation_checkpointing=True)) == {
@@ -192,17 +194,6 @@ def test_a_flag_is_set_where_it_stands(argv: list[str], flag: str, expected: lis
     before = list(argv)
     assert with_flag(argv, flag, 4) == expected
     assert argv == before, "the list given is not changed"
-
-
-def test_a_flag_given_twice_says_one_thing(folder: Path) -> None:
-    """A parser takes the last."""
-    flag = "--per_device_train_batch_size"
-    script = make_script(["train.py", flag, "8", "--lr", "1", flag, "4"], [])
-    parser = argparse.ArgumentParser()
-    parser.add_argument(flag, type=int)
-    parser.add_argument("--lr", type=float)
-    words = command(script, make_candidate(0, 2, 2), "best.json")[1:]
-    assert vars(parser.parse_args(words)) == {"per_device_train_batch_size": 2, "lr": 1.0}
 
 
 def test_a_name_without_dashes_reaches_the_command(folder: Path) -> None:
