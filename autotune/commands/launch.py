@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from autotune.commands.environment import (
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.errors import NothingFits, UserError, readable
+from autotune.executors.local import P2P_OFF
 from autotune.explain.explanation import explain_end
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
@@ -120,11 +122,12 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str],
 def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
     """Return the hardware for the training, equal in size to the hardware for which it was tuned or planned.
 
-    Memory that was reserved for another process stays reserved.
+    Memory that was reserved for another process stays reserved. Nodes and ranks inherit a variable without which ranks hung.
 
     Raises:
         UserError: there are fewer devices, another number of machines, or too little memory besides the reserved one.
     """
+    os.environ.update({name: tuned.environment[name] for name in P2P_OFF.keys() & tuned.environment.keys()})
     if nodes is None:
         if tuned.nodes > 1:
             raise UserError(

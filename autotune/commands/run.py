@@ -191,7 +191,8 @@ def _run(
                 setup, candidates=tuple(candidates), hardware=first.hardware
             )  # with its link's rate
             store.note_hardware(setup.hardware)
-            observer.print_line(f"after the ranks' self-test{links_text(setup.hardware)}")
+            if told := links_text(setup.hardware):
+                observer.print_line(f"after the ranks' self-test{told}")
             predictor = traced_predictor(setup.job, setup.hardware, predictor.trace, cancelled=is_up)
             executor = first.for_search(setup.job, observer.phase)
             deadline.end_startup()

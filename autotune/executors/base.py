@@ -11,20 +11,18 @@ has the steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.executors.machine import Ops, RankRequirements
+from autotune.executors.cluster.cluster import Cluster
+from autotune.executors.machine import LocalMachine, Ops
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, OVERRUN
 from autotune.util.units import format_duration
-from autotune.workers.host_workers import MultiHostLaunch
-from autotune.workers.launchers import Launcher
 
 
 @dataclass(frozen=True)
@@ -110,46 +108,7 @@ class Session(Protocol):
         """End the session and its processes."""
 
 
-class LaunchTarget(Protocol):
-    """Place that starts groups of ranks: this machine (`machine.LocalMachine`), or several (`cluster.cluster.Cluster`)."""
-
-    ops: Ops  # the DeepSpeed ops that were built or failed
-
-    @property
-    def launcher(self) -> Launcher | MultiHostLaunch:
-        """Source of ranks for a WorkerGroup, after `open`."""
-
-    def begin(self, needs: RankRequirements) -> None:
-        """Start the work that `open` waits for, if it can run in the background."""
-
-    def open(self, needs: RankRequirements) -> None:
-        """Prepare for starting ranks, or prepare again.
-
-        Raises:
-            UserError: the process that starts ranks died or hangs.
-            Stopped: the user cancelled.
-        """
-
-    def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
-        """Build and load DeepSpeed's ops, and return whether ranks may still be forked."""
-
-    @property
-    def broken(self) -> bool:
-        """True if the process that starts ranks was killed or cannot be reached."""
-
-    def reconnect(self) -> None:
-        """Reconnect, or prepare for a new start.
-
-        Raises:
-            MachineError: reconnecting failed.
-            Stopped: the user cancelled.
-        """
-
-    def is_shared_path(self, path: Path) -> bool:
-        """Return True if all ranks see the same file at this path."""
-
-    def close(self) -> None:
-        """Release the machines."""
+LaunchTarget = LocalMachine | Cluster  # place that starts groups of ranks
 
 
 class Executor(Protocol):

@@ -136,16 +136,16 @@ class LocalExecutor:
             self._switch_to_spawn(self.print_line)
 
     def check(self, print_line: Callable[[str], None]) -> None:
-        """Run the self-test of the ranks, cold if forked ranks find CUDA already initialized."""
+        """Run the self-test of the ranks: cold if forked ranks find CUDA already initialized, and without P2P if they hang."""
         try:
-            self._check()
+            self._check(print_line)
         except MachineError as trouble:
             if self.isolation != "fork" or CUDA_INITIALIZED_BEFORE_FORK not in str(trouble):
                 raise
             self._switch_to_spawn(print_line)
-            self._check()
+            self._check(print_line)
 
-    def _check(self) -> None:
+    def _check(self, print_line: Callable[[str], None]) -> None:
         spec = {
             "job": self.job.order(),
             "device": self.hardware.device,
@@ -153,7 +153,17 @@ class LocalExecutor:
             "threads": self.threads,
             "fault": self.fault("check"),
         }
-        rate = check_group(self.launcher, self.hardware, spec, self.folder / "check", self.cancelled)
+        tries = _TRIES[-1:]
+        if self.hardware.device == "cuda" and P2P_OFF.keys().isdisjoint(os.environ):
+            tries = _TRIES
+        for env, seconds in tries:
+            folder, tried = self.folder / "check", {**spec, "env": env}
+            rate = check_group(self.launcher, self.hardware, tried, folder, self.cancelled, seconds)
+            if rate is not None:
+                break
+        if env:
+            print_line("ranks hang unless P2P between the GPUs is off: trials and trainings have NCCL_P2P_DISABLE=1")
+            self.hardware = dataclasses.replace(self.hardware, environment={**self.hardware.environment, **env})
         if rate:
             self.hardware = self.hardware.with_rates(ring_gb_per_s=rate)
 
@@ -397,7 +407,7 @@ class LocalSession:
             "cap_bytes": executor.hardware.limit_bytes,
             "seed": executor.seed,
             "threads": executor.threads,
-            "env": rank_variables(candidate, job, os.environ),
+            "env": {**executor.hardware.environment, **rank_variables(candidate, job, os.environ)},
             "fault": executor.fault(self._folder.name),
             "ops": list(executor.tried_ops),
             "resume": str(self._checkpoint) if self._checkpoint else None,
@@ -445,7 +455,7 @@ class LocalSession:
             return interrupted_outcome(group.phase)
         script = self._job.script
         known = script is not None and script.profile.is_known and self._checkpoint is None
-        server_lives = not self._executor.is_local or not self._executor.target.broken
+        server_lives = not (self._executor.is_local and self._executor.target.broken)
         found = untunable_outcome(evidence, group.phase, known=known)
         return found or failed_outcome(evidence, greeted=group.greeted, server_lives=server_lives)
 
@@ -687,7 +697,10 @@ SCRIPT_DEADLINES = Deadlines(start=300.0, init=300.0, step=120.0)
 # Self-test of the machine: ranks rendezvous and add numbers, so that faults are not attributed to a candidate.
 
 _POLICY = GroupPolicy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_exit=False)
-_DEADLINE_SECONDS = 240.0  # seconds after all imports; ranks that wait on GPUs spin and look alive
+P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
+# Variables of each try, and seconds after all imports: ranks that wait on GPUs spin and look alive. Where peer access is broken,
+# the usual fault of consumer boxes, the first try hangs and the second does not. On a slow machine both may be too short.
+_TRIES: tuple[tuple[dict[str, str], float], ...] = (({}, 20.0), (P2P_OFF, 20.0), ({}, 240.0))
 _NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
 # Remedies for the most common errors; the first match is shown.
 _REMEDIES = (
@@ -706,7 +719,7 @@ _REMEDIES = (
     (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
 )
 _HANG = r"no sign of life|hang|deadline"
-_REMEDY_OF_A_HANG = "peer access may be broken: NCCL_P2P_DISABLE=1 tells; check IOMMU and ACS"
+_REMEDY_OF_A_HANG = "the network or peer access may be broken: check the interface, IOMMU and ACS"
 _REMEDY_OF_IMPORTS = (
     "the disk that Python's packages lie on may be slow or away: `python -X importtime -c 'import torch'` tells"
 )
@@ -718,8 +731,11 @@ def check_group(
     spec: dict[str, Any],
     folder: Path,
     cancelled: Callable[[], bool],
-) -> float:
+    seconds: float,
+) -> float | None:
     """Start a group of ranks that add numbers, and return the GB/s of their all-reduce; 0 if cancelled.
+
+    None stands for no end within `seconds` after all imports, in a try that is not the last.
 
     Raises:
         MachineError: the test failed; one line with NCCL's last message and a remedy.
@@ -737,7 +753,9 @@ def check_group(
         if stop is WatchEnd.ARRIVED:
             stop = group.watch(lambda: len(heard["imported"]) == ranks, deadline)
         if stop is WatchEnd.ARRIVED:
-            stop = group.watch(lambda: len(heard["measured"]) == ranks, time.monotonic() + _DEADLINE_SECONDS)
+            stop = group.watch(lambda: len(heard["measured"]) == ranks, time.monotonic() + seconds)
+            if stop is WatchEnd.DEADLINE and seconds < _TRIES[-1][1]:
+                return None
         if stop in (WatchEnd.ARRIVED, WatchEnd.CANCELLED):
             rates = [float(message["gb_per_s"]) for message in heard["measured"].values()]
             return max(rates, default=0.0)  # of the rank that joined last, which waited for none
@@ -751,7 +769,7 @@ def check_group(
 def _complaint(stop: WatchEnd, group: WorkerGroup, folder: Path, importing: bool) -> str:
     """Return the failure in one line; `importing`: the ranks had not yet communicated."""
     if stop is WatchEnd.DEADLINE:
-        reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {group.phase.value}: the ranks hang"
+        reason = f"no end within {_TRIES[-1][1]:.0f} s, in {group.phase.value}: the ranks hang"
         if importing:
             reason = f"no torch and deepspeed imported by the deadline of {IMPORT_SECONDS} s"
         logs = ""

@@ -196,8 +196,7 @@ def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable
 def test_the_machine_is_described_without_torch_or_cuda(driver: Driver, tmp_path: Path) -> None:
     """Every call names its card; waking CUDA for that would cost seconds of few minutes."""
     build(tmp_path, "libcuda.so.1")
-    driver.cards = [Card("NVIDIA H200", 141, capability=(9, 0))]
-    driver.write()
+    driver.show(Card("NVIDIA H200", 141, capability=(9, 0)))
     code = "import json, sys, benchmarks.gpu.runner; from benchmarks.gpu.machine import describe; found = describe('cuda');"
     code += "assert 'torch' not in sys.modules; print(json.dumps(found))"
     libraries = os.pathsep.join([str(tmp_path), driver.environment["LD_LIBRARY_PATH"]])

@@ -227,8 +227,7 @@ def test_gpus_that_are_hidden_from_cuda(driver: Driver, monkeypatch: pytest.Monk
 
 
 def test_a_gpu_that_another_study_holds(driver: Driver) -> None:
-    driver.cards = [Card(RTX_3090, 24)]
-    driver.write()
+    driver.show(Card(RTX_3090, 24))
     with lock_gpus(detect("cuda", None), "study other", print):
         finding = by_name(doctor._gpus())["GPU 0"]
     assert finding.level == "warn"

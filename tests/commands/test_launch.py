@@ -1,5 +1,6 @@
 """From a study or a plan to the ladder that a training starts under; trainings themselves are in tests/test_scripts.py."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 
 from autotune.commands import launch
 from autotune.commands.launch import about_variables
+from autotune.executors.local import P2P_OFF
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
 from autotune.recovery.supervisor import Attempt, LaunchSummary
@@ -94,10 +96,12 @@ def test_variables_that_are_others_than_the_studys_are_said(
     assert said not in call(monkeypatch, capsys, *command)[2]
 
 
-def test_memory_reserved_in_the_study_stays_reserved_in_the_training() -> None:
+def test_a_training_keeps_memory_reserved_and_p2p_off_as_its_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     tuned = detect("cpu", 2).reserving(GIB)
-    found = launch._machines(tuned, None, None)
+    found = launch._machines(dataclasses.replace(tuned, environment=P2P_OFF), None, None)
     assert found.limit_bytes == found.memory_bytes - GIB
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
 
 
 def test_the_winners_own_variable_that_was_exported_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

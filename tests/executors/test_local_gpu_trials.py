@@ -21,8 +21,7 @@ class Trial:
 
     def __init__(self, driver: Driver, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.driver = driver
-        driver.cards = [Card("A", 24)]
-        driver.write()
+        driver.show(Card("A", 24))
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
         self.executor.target.opened_launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []

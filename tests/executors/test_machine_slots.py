@@ -35,8 +35,7 @@ def test_cpus_and_main_memory_are_shared_equally(monkeypatch: pytest.MonkeyPatch
 
 def test_gpus_of_its_own_for_each(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    driver.cards = [Card("NVIDIA A100", 80) for _ in range(5)]
-    driver.write()
+    driver.show(*(Card("NVIDIA A100", 80) for _ in range(5)))
     uuids = [card.uuid for card in driver.cards]
     places = slots(2, "auto", 2)
     assert [place.hardware.gpus for place in places] == [tuple(uuids[:2]), tuple(uuids[2:4])]
@@ -57,8 +56,7 @@ def test_gpus_of_its_own_for_each(driver: Driver, monkeypatch: pytest.MonkeyPatc
 
 def test_unlike_gpus_measure_unlike_things(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    driver.cards = [Card("NVIDIA A100", 80), Card("NVIDIA H100", 80)]
-    driver.write()
+    driver.show(Card("NVIDIA A100", 80), Card("NVIDIA H100", 80))
     with pytest.raises(UserError, match="unlike"):
         slots(2, "auto", 1)
 

@@ -1,8 +1,7 @@
 """A driver to test against: `nvml.c` is a library that the real bindings (nvidia-ml-py, torch's own) take for
 `libnvidia-ml.so.1`, and answers what a test has written.
 
-    driver.cards = [Card("NVIDIA GeForce RTX 3090", 24, processes={4711: 1300})]
-    driver.write()
+    driver.show(Card("NVIDIA GeForce RTX 3090", 24, processes={4711: 1300}))
 
 The library reads the file again at every call: a test that changes `driver.cards` and writes them again has changed the
 machine under whatever looks at it.
@@ -108,6 +107,11 @@ class Driver:
     cuda: int = 13000
     delay_ms: int = 0  # of every call
     failing: dict[str, int] = field(default_factory=dict)  # NVML's code by function
+
+    def show(self, *cards: Card) -> None:
+        """These cards from now on."""
+        self.cards = [*cards]
+        self.write()
 
     def write(self) -> None:
         lines = [f"driver {self.version}", f"cuda {self.cuda}", f"delay_ms {self.delay_ms}"]

@@ -37,8 +37,7 @@ def test_of_what_nobody_knows_there_is_a_guess_of_a_gpu(name: str, gib: int) -> 
 def test_a_found_card_is_stored_by_its_name_and_computes_in_bf16_from_ampere_on(
     driver: Driver, capability: tuple[int, int], bf16: bool
 ) -> None:
-    driver.cards = [Card("NVIDIA GX500", 80, capability=capability)]
-    driver.write()
+    driver.show(Card("NVIDIA GX500", 80, capability=capability))
     found = detect("auto", None)
     assert (found.facts, found.rates, found.bf16) == (None, None, bf16)
     assert Hardware.from_json(found.to_json()).gpu_facts == found.gpu_facts
@@ -46,8 +45,7 @@ def test_a_found_card_is_stored_by_its_name_and_computes_in_bf16_from_ampere_on(
 
 def test_a_found_slice(driver: Driver) -> None:
     slices = [Slice("NVIDIA A100-SXM4-40GB MIG 2g.10gb", 9.75)]
-    driver.cards = [Card("NVIDIA A100-SXM4-40GB", 40, capability=(8, 0), mig=True, slices=slices)]
-    driver.write()
+    driver.show(Card("NVIDIA A100-SXM4-40GB", 40, capability=(8, 0), mig=True, slices=slices))
     found = detect("auto", None)
     assert found.bf16
     assert found.gpu_facts == unlisted_gpu_facts(slices[0].name, found.memory_bytes)

@@ -24,8 +24,7 @@ RTX_3090 = "NVIDIA GeForce RTX 3090"
 
 @pytest.fixture
 def four_gpus(driver: Driver) -> Driver:
-    driver.cards = [Card(RTX_3090, 24) for _ in range(4)]
-    driver.write()
+    driver.show(*(Card(RTX_3090, 24) for _ in range(4)))
     return driver
 
 
@@ -60,8 +59,7 @@ def test_gpus_are_found_and_known(four_gpus: Driver, monkeypatch: pytest.MonkeyP
 
 
 def test_the_smallest_of_unlike_gpus_decides_and_an_unknown_one_is_nobodys(driver: Driver) -> None:
-    driver.cards = [Card("Voodoo 3", 16), Card("Voodoo 2", 8)]
-    driver.write()
+    driver.show(Card("Voodoo 3", 16), Card("Voodoo 2", 8))
     found = detect("cuda", None)
     assert (found.name, found.count, found.memory_bytes) == ("Voodoo 2 + Voodoo 3", 2, 8 * GIB)
     assert found.capacity_bytes == 8 * GIB - 320 * MIB
@@ -125,8 +123,7 @@ def test_a_desktop_that_changes_makes_no_other_study(four_gpus: Driver) -> None:
 
 def test_a_slice_is_one_rank_of_its_own_size(driver: Driver) -> None:
     slices = [Slice("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, hidden_mib=12) for _ in range(7)]
-    driver.cards = [Card("NVIDIA A100-SXM4-40GB", 40, capability=(8, 0), mig=True, slices=slices)]
-    driver.write()
+    driver.show(Card("NVIDIA A100-SXM4-40GB", 40, capability=(8, 0), mig=True, slices=slices))
     found = detect("auto", None)
     assert (found.name, found.count, found.memory_bytes) == (slices[0].name, 1, int(4.75 * GIB))
     assert found.capacity_bytes == int(4.75 * GIB) - 12 * MIB
@@ -146,8 +143,7 @@ WORKSTATION = (("NVIDIA GeForce RTX 3060", 12), ("NVIDIA GeForce RTX 4090", 24))
 @pytest.fixture
 def workstation(driver: Driver) -> Driver:
     """Its fast card is the second on the bus: CUDA alone would call it the first."""
-    driver.cards = [Card(name, gib) for name, gib in WORKSTATION]
-    driver.write()
+    driver.show(*(Card(name, gib) for name, gib in WORKSTATION))
     return driver
 
 
@@ -387,8 +383,7 @@ def test_nodes_share_the_devices_and_have_a_network_each() -> None:
     ],
 )
 def test_nvlink_is_what_the_driver_shows(driver: Driver, name: str, joined: str, rates: tuple[str, float]) -> None:
-    driver.cards = [Card(name, 40, nvlink=one.strip()) for one in joined]
-    driver.write()
+    driver.show(*(Card(name, 40, nvlink=one.strip()) for one in joined))
     found = Hardware.from_json(detect("cuda", None).to_json())
     assert (found.gpu_facts.link, found.gpu_facts.link_gb_per_s, found.network_gb_per_s) == rates
     driver.failing = {"nvmlDeviceGetP2PStatus": FUNCTION_NOT_FOUND}  # an old driver: the table decides

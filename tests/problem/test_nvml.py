@@ -57,11 +57,6 @@ CASES = [
 ]
 
 
-def cards(driver: Driver, *made: Card) -> None:
-    driver.cards = list(made)
-    driver.write()
-
-
 def torchs(wanted: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Torch's own answer, by the parts of `torch.cuda.device_count` that look at no device."""
     import torch.cuda
@@ -91,7 +86,7 @@ part = st.one_of(
 
 
 def test_a_gpu_and_who_is_on_it(driver: Driver) -> None:
-    cards(driver, Card("A", 24, processes={4711: 12 * 1024, 7: -1}, graphics={1: 1300}, hidden_mib=100))
+    driver.show(Card("A", 24, processes={4711: 12 * 1024, 7: -1}, graphics={1: 1300}, hidden_mib=100))
     (gpu,) = visible_gpus()
     assert (gpu.label, gpu.uuid, gpu.name) == ("GPU 0", driver.cards[0].uuid, "A")
     assert gpu.total_bytes == 24 * GIB
@@ -121,8 +116,7 @@ def test_memory_of_what_has_just_ended_is_waited_for(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, mib: dict[str, Any], looks: int
 ) -> None:
     card = Card("A", 24, **mib)
-    driver.cards = [card]
-    driver.write()
+    driver.show(card)
     steps = [8000, 2000, 0]
     slept = []
 
@@ -139,8 +133,7 @@ def test_memory_of_what_has_just_ended_is_waited_for(
 
 
 def test_a_neighbour_that_stays_is_waited_for_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.cards = [Card("A", 24, hidden_mib=12_000), Card("A", 24, hidden_mib=9_000)]
-    driver.write()
+    driver.show(Card("A", 24, hidden_mib=12_000), Card("A", 24, hidden_mib=9_000))
     slept: list[float] = []
     monkeypatch.setattr(nvml.time, "sleep", slept.append)
     assert settled_gpus(1)[0].held_bytes == 12_000 * MIB
@@ -156,14 +149,14 @@ def test_names_of_holders_the_largest_first() -> None:
 
 def test_an_old_driver_does_not_tell_what_it_keeps(driver: Driver) -> None:
     driver.failing = {"nvmlDeviceGetMemoryInfo_v2": FUNCTION_NOT_FOUND}
-    cards(driver, Card("A", 24, hidden_mib=1000))
+    driver.show(Card("A", 24, hidden_mib=1000))
     (gpu,) = visible_gpus()
     assert (gpu.reserved_bytes, gpu.held_bytes) == (0, 1320 * MIB)
     assert gpu.free_bytes == 24 * GIB - 1320 * MIB
 
 
 def test_a_card_that_this_process_may_not_open_is_not_counted(driver: Driver) -> None:
-    cards(driver, Card("A", 24), Card("B", 24, error=NO_PERMISSION), Card("C", 24))
+    driver.show(Card("A", 24), Card("B", 24, error=NO_PERMISSION), Card("C", 24))
     assert [(gpu.label, gpu.name) for gpu in all_cards()] == [("GPU 0", "A"), ("GPU 1", "C")]
 
 
@@ -173,7 +166,7 @@ def sliced(name: str, count: int) -> Card:
 
 def test_cuda_shows_one_slice(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, first, second = Card("A100", 40, capability=(8, 0)), sliced("A100", 3), sliced("A100", 2)
-    cards(driver, whole, first, second)
+    driver.show(whole, first, second)
     assert [gpu.label for gpu in visible_gpus()] == ["GPU 1 slice 0"], "and beside it no whole card"
     for wanted, expected in (
         ("0", [whole.uuid]),
@@ -193,9 +186,9 @@ def test_cuda_shows_one_slice(driver: Driver, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_card_in_mig_mode_without_slices_cannot_be_used(driver: Driver) -> None:
-    cards(driver, sliced("A100", 0), Card("A100", 40, capability=(8, 0)))
+    driver.show(sliced("A100", 0), Card("A100", 40, capability=(8, 0)))
     assert [gpu.label for gpu in visible_gpus()] == ["GPU 1"]
-    cards(driver, sliced("A100", 0))
+    driver.show(sliced("A100", 0))
     assert visible_gpus() == []
 
 
@@ -216,7 +209,7 @@ def test_without_a_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_process_of_its_own_finds_the_library_as_it_finds_a_real_one(driver: Driver) -> None:
     """By name, through the loader's path; and torch, which has bindings of its own, counts the same."""
-    cards(driver, Card("A", 24), Card("B", 24), Card("C", 24))
+    driver.show(Card("A", 24), Card("B", 24), Card("C", 24))
     code = (
         "import json, torch; from autotune.problem.nvml import visible_gpus;"
         "print(json.dumps([[gpu.uuid for gpu in visible_gpus()], torch.cuda._device_count_nvml()]))"
@@ -261,7 +254,7 @@ def test_an_old_package_of_the_same_name_does_not_hide_the_bindings(tmp_path: Pa
 def test_what_cards_can_compute_is_of_those_that_cuda_shows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Slice("MIG 1g.10gb", 10)
     sliced = Card("A100", 80, capability=(8, 0), mig=True, slices=[one])
-    cards(driver, Card("H100", 80, capability=(9, 0)), Card("T4", 16, capability=(7, 5)), sliced, Card("A10", 24))
+    driver.show(Card("H100", 80, capability=(9, 0)), Card("T4", 16, capability=(7, 5)), sliced, Card("A10", 24))
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert compute_capabilities() == ["7.5", "9.0"]
@@ -275,7 +268,7 @@ def test_nvml_is_opened_once_per_process(driver: Driver, monkeypatch: pytest.Mon
     """Without persistence mode each opening may wake every card for seconds."""
     import pynvml
 
-    cards(driver, Card("A", 24))
+    driver.show(Card("A", 24))
     calls: list[str] = []
     for name in ("nvmlInit", "nvmlShutdown"):
         own = getattr(pynvml, name)

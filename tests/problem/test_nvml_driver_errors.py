@@ -44,16 +44,14 @@ def test_a_machine_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cards_of_which_none_is_left(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused() == NONE, "a driver without a card"
-    driver.cards = [Card("NVIDIA GeForce RTX 3090", 24), Card("NVIDIA GeForce RTX 3090", 24)]
-    driver.write()
+    driver.show(Card("NVIDIA GeForce RTX 3090", 24), Card("NVIDIA GeForce RTX 3090", 24))
     for wanted in ("2", "GPU-nobodys"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
         assert (
             refused() == f"found no GPU that can be used: CUDA_VISIBLE_DEVICES={wanted} names none of the 2 GPUs{CPU}"
         )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    driver.cards = [Card("NVIDIA A100-SXM4-40GB", 40, mig=True)]
-    driver.write()
+    driver.show(Card("NVIDIA A100-SXM4-40GB", 40, mig=True))
     assert "every GPU is in MIG mode and has no slice" in refused()
     driver.cards[0].slices = [Slice("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75)]
     driver.write()

@@ -58,8 +58,7 @@ def gpu_name(pid: int) -> str:
 
 
 def test_a_card_with_memory_of_its_own_has_that(driver: Driver) -> None:
-    driver.cards = [Card("NVIDIA H100 80GB HBM3", 80)]
-    driver.write()
+    driver.show(Card("NVIDIA H100 80GB HBM3", 80))
     assert not detect("auto", None).unified
     driver.failing = {"nvmlDeviceGetMemoryInfo_v2": NOT_SUPPORTED}  # before R510
     driver.write()

@@ -46,8 +46,7 @@ class Cuda:
 @pytest.fixture
 def cuda(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake_driver.build(tmp_path, "libcuda.so.1")
-    driver.cards = [Card("NVIDIA H100 80GB HBM3", 80, capability=(9, 0))]
-    driver.write()
+    driver.show(Card("NVIDIA H100 80GB HBM3", 80, capability=(9, 0)))
     made = Cuda(tmp_path, driver)
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)

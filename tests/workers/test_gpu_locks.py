@@ -22,8 +22,7 @@ from tests.fake_driver import Card, Driver
 
 @pytest.fixture
 def machine(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    driver.cards = [Card("A", 24), Card("A", 24)]
-    driver.write()
+    driver.show(Card("A", 24), Card("A", 24))
     return driver
 
 

@@ -23,8 +23,7 @@ RANK, NEIGHBOUR, DESKTOP = NO_PROCESS, NO_PROCESS + 1, NO_PROCESS + 2
 @pytest.fixture
 def card(driver: Driver) -> Card:
     """One with a desktop of 1.3 GiB on it."""
-    driver.cards = [Card("NVIDIA GeForce RTX 3090", 24, graphics={DESKTOP: 1300})]
-    driver.write()
+    driver.show(Card("NVIDIA GeForce RTX 3090", 24, graphics={DESKTOP: 1300}))
     return driver.cards[0]
 
 
@@ -202,8 +201,7 @@ def test_what_ended_ranks_still_hold(driver: Driver, card: Card) -> None:
 
 
 def test_each_rank_has_its_own_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.cards = [Card("A", 24), Card("A", 24), Card("A", 24)]
-    driver.write()
+    driver.show(Card("A", 24), Card("A", 24), Card("A", 24))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     meter = begun(driver)
     driver.cards[2].processes, driver.cards[0].processes = {RANK: 1024}, {RANK - 1: 2048}
@@ -221,8 +219,7 @@ def test_each_rank_has_its_own_gpu(driver: Driver, monkeypatch: pytest.MonkeyPat
 
 def test_a_slice(driver: Driver) -> None:
     own = Slice("A100 MIG 1g.5gb", 4.75)
-    driver.cards = [Card("A100", 40, capability=(8, 0), mig=True, slices=[own, Slice("A100 MIG 1g.5gb", 4.75)])]
-    driver.write()
+    driver.show(Card("A100", 40, capability=(8, 0), mig=True, slices=[own, Slice("A100 MIG 1g.5gb", 4.75)]))
     meter = begun(driver)
     own.processes = {RANK: 3 * 1024}
     driver.cards[0].slices[1].processes = {NEIGHBOUR: 4 * 1024}

@@ -54,6 +54,7 @@ class Fakes:
         self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
         self.group: WorkerGroup | None = None
         self.ready: set[int] = set()
+        self.ports: list[int] = []
         self.said: list[str] = []
 
     def make(
@@ -64,6 +65,8 @@ class Fakes:
         def take(rank: int, message: dict[str, object]) -> None:
             if message.get("phase") == "ready":
                 self.ready.add(rank)
+            if message["type"] == "note":
+                self.ports.append(message["spec"]["port"])
 
         meter = None if policy.may_exit else make_meter(self.hardware)
         told = {"on_message": take, "print_line": self.said.append}
@@ -97,28 +100,13 @@ def fakes(tmp_path: Path) -> Iterator[Fakes]:
 
 def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
     """A script may open a store at MASTER_PORT itself, and two that did so at one port would be one training."""
-    fakes._environment["FAKE_RANK"] = json.dumps({"note": []})
-    heard: list[list[int]] = [[], []]
-    groups = [
-        WorkerGroup(
-            fakes.launcher,
-            fakes.hardware,
-            None,
-            policy(),
-            on_message=lambda rank, message, ports=ports: (  # type: ignore[misc]
-                ports.append(message["spec"]["port"]) if message["type"] == "note" else None
-            ),
-        )
-        for ports in heard
-    ]
-    try:
-        for group, ports in zip(groups, heard, strict=True):
-            assert group.start(FAKE, 2, {}) is WatchEnd.ARRIVED
-            assert group.watch(lambda ports=ports: len(ports) == 2) is WatchEnd.ARRIVED  # type: ignore[misc]
-    finally:
-        for group in groups:
-            group.end()
-    (one, also_one), (other, also_other) = heard
+    groups = [fakes.make(policy(), {"note": []}) for _ in range(2)]
+    for group in groups:
+        assert group.start(FAKE, 2, {}) is WatchEnd.ARRIVED
+        before = len(fakes.ports)
+        assert group.watch(lambda before=before: len(fakes.ports) == before + 2) is WatchEnd.ARRIVED
+    groups[0].end()
+    one, also_one, other, also_other = fakes.ports
     assert (one, other) == (also_one, also_other), "all ranks of a group have one"
     assert one != other
 

@@ -32,8 +32,7 @@ class Machine:
 
     def __init__(self, driver: Driver, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.driver, self.folder, self._patch = driver, folder, patch
-        driver.cards = [Card("A", 24), Card("A", 24)]
-        driver.write()
+        driver.show(Card("A", 24), Card("A", 24))
         self.hardware = detect("cuda", 2)
         self.meter = make_meter(self.hardware)
         self._environment = trial_environment("cpu", 1)

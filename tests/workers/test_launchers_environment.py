@@ -32,8 +32,7 @@ def test_a_training_has_the_users_environment_and_little_more(device: str, monke
 def test_builders_of_ops_need_not_ask_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wake it in the fork server, and every rank would start cold."""
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    driver.cards = [Card("H100", 80, capability=(9, 0)), Card("A100", 80, capability=(8, 0))]
-    driver.write()
+    driver.show(Card("H100", 80, capability=(9, 0)), Card("A100", 80, capability=(8, 0)))
     assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
     assert "TORCH_CUDA_ARCH_LIST" not in trial_environment("cpu", 1)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")

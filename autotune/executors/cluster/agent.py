@@ -384,8 +384,6 @@ def addresses() -> list[tuple[str, str, int]]:
 
 
 def _driver() -> str | None:
-    with suppress(Exception):  # the detection of GPUs reports a driver that does not answer
-        if (lib := open_nvml()) is not None:
-            found = lib.nvmlSystemGetDriverVersion()
-            return found.decode() if isinstance(found, bytes) else str(found)
+    with suppress(Exception):  # there is no driver, or one that does not answer, which the detection of GPUs reports
+        return str(open_nvml().nvmlSystemGetDriverVersion())
     return None

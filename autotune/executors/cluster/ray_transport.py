@@ -235,7 +235,7 @@ def bundle_of(nodes: list[dict[str, Any]], count: int, per_node: int | None, dev
     # CPUs in proportion to GPUs, limited to the smallest share among the required nodes
     shares = sorted((one.get("CPU", 0) * each / one["GPU"] for one in has if one.get("GPU", 0) >= each), reverse=True)
     cpus = float(int(shares[count - 1]))
-    return {"GPU": float(each), "CPU": cpus} if cpus else {"GPU": float(each)}
+    return {"GPU": float(each)} | ({"CPU": cpus} if cpus else {})
 
 
 def described(nodes: list[dict[str, Any]]) -> str:

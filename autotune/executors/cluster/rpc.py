@@ -130,9 +130,7 @@ class RemoteAgent(ABC):
         self._lines: deque[str] = deque()
         self._closing = threading.Event()
         self._closed = False
-        self._wake, self._woken = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(self._woken, False)
+        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = threading.Thread(target=self._poll, daemon=True)
 
     @abstractmethod
@@ -394,8 +392,6 @@ def by_rank(data: dict[str, Any]) -> dict[int, Any]:
 def own_stream(patience_seconds: float) -> Stream:
     """Return a stream over this process's standard input and output, and redirect both for all other code."""
     reads, writes = os.dup(0), os.dup(1)
-    for descriptor in (reads, writes):
-        os.set_inheritable(descriptor, False)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)  # prints of other code go to standard error

@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -169,8 +169,8 @@ def slurm_output(*words: str) -> str:
 #
 # DeepSpeed's hostfile, with lines such as `worker-1 slots=8`, and its launcher's `--include` and `--exclude`.
 
-_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
-_NAME = re.compile(r"[\w.\[:][\w.:@%\[\]+-]{0,255}")  # may contain ssh's user name, and an IPv6 address in brackets
+# A host may contain ssh's user name, and an IPv6 address in brackets. ssh would treat one that begins with `-` as an option.
+_LINE = re.compile(r"(?P<host>[\w.\[:][\w.:@%\[\]+-]{0,255})\s+slots=(?P<slots>\d+)")
 MOST_SLOTS = 4096
 _FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher takes it"
 
@@ -217,10 +217,6 @@ def _hosts(path: Path) -> list[Host]:
             )
         name = match["host"]
         slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
-        if not _NAME.fullmatch(name):  # ssh would treat a name that begins with `-` as an option
-            raise UserError(
-                f"{path}:{number}: {display_value(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
-            )
         if _bare(name) in map(_bare, found):
             raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
         if not slots:
@@ -284,7 +280,7 @@ def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | No
     """
     if nodes is not None and not 1 <= nodes <= len(hosts):
         raise UserError(f"--nodes {nodes}: {named_by} has {len(hosts)} hosts; give 1 to {len(hosts)}")
-    used = hosts[:nodes] if nodes else hosts
+    used = hosts[:nodes]
     fewest = min(used, key=lambda host: len(host.slots))
     if per_node is None:
         most = max(used, key=lambda host: len(host.slots))
@@ -298,9 +294,7 @@ def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | No
         raise UserError(
             f"--gpus {per_node}: {fewest.name} has {len(fewest.slots)} slots; give 1 to {len(fewest.slots)}"
         )
-    return [
-        host if len(host.slots) == per_node else Host(host.name, host.slots[:per_node], host.chosen) for host in used
-    ]
+    return [replace(host, slots=host.slots[:per_node]) for host in used]
 
 
 def hostfile_of(folder: Path) -> Path:

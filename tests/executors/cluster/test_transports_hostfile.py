@@ -14,6 +14,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
+ALL = (0, 1, 2, 3)
 FOUR = "worker-0 slots=4\nworker-1 slots=4\nworker-2 slots=2  # an older one\n\n# worker-3 slots=8\n"
 
 
@@ -35,7 +36,7 @@ def test_hosts_with_comments_and_empty_lines(tmp_path: Path) -> None:
         ("a slots=1\nb slots=1\na slots=2\n", ":3: a a second time"),
         ("me@a slots=1\na slots=2\n", ":2: a a second time"),
         ("a slots=0", "a has no slots"),
-        ("-oProxyCommand=reboot slots=1", "is no host's name"),
+        ("-oProxyCommand=reboot slots=1", "does not parse"),
         ("", "names no host"),
     ],
 )
@@ -56,37 +57,20 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("include", "exclude", "left"),
     [
-        ("worker-1", None, {"worker-1": (0, 1, 2, 3)}),
-        ("worker-1@worker-0:2,0", None, {"worker-0": (0, 2), "worker-1": (0, 1, 2, 3)}),
-        (None, "worker-2", {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1, 2, 3)}),
-        (None, "worker-0:0@worker-2", {"worker-0": (1, 2, 3), "worker-1": (0, 1, 2, 3)}),
+        ("worker-1", None, {"worker-1": ALL}),
+        ("worker-1@worker-0:2,0", None, {"worker-0": (0, 2), "worker-1": ALL}),
+        (None, "worker-2", {"worker-0": ALL, "worker-1": ALL}),
+        (None, "worker-0:0@worker-2", {"worker-0": (1, 2, 3), "worker-1": ALL}),
     ],
 )
-def test_filters_are_deepspeeds(
-    tmp_path: Path, include: str | None, exclude: str | None, left: dict[str, tuple[int, ...]]
+@pytest.mark.parametrize("user", ["", "me@"])
+def test_filters_are_deepspeeds_and_name_a_host_without_its_user(
+    tmp_path: Path, user: str, include: str | None, exclude: str | None, left: dict[str, tuple[int, ...]]
 ) -> None:
-    hosts = read_hostfile(written(tmp_path, FOUR), include, exclude)
-    assert {host.name: host.slots for host in hosts} == left
+    hosts = read_hostfile(written(tmp_path, FOUR.replace("worker-1", f"{user}worker-1")), include, exclude)
+    assert {host.name.removeprefix(user): host.slots for host in hosts} == left
     for host in hosts:  # what a filter leaves of a host is all that its ranks may see
         assert host.chosen == (":" in f"{include}{exclude}" and len(host.slots) < 4)
-
-
-USERS = "me@worker-0 slots=4\nme@worker-1 slots=4\nworker-2 slots=2\n"
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "left"),
-    [
-        ("worker-1", None, {"me@worker-1": 4}),
-        ("worker-2@worker-0@worker-1:3", None, {"me@worker-0": 4, "me@worker-1": 1, "worker-2": 2}),
-        (None, "worker-0@worker-2", {"me@worker-1": 4}),
-    ],
-)
-def test_a_filter_names_a_host_without_its_user(
-    tmp_path: Path, include: str | None, exclude: str | None, left: dict[str, int]
-) -> None:
-    hosts = read_hostfile(written(tmp_path, USERS), include, exclude)
-    assert {host.name: len(host.slots) for host in hosts} == left
 
 
 def test_a_mark_at_a_files_beginning_is_no_part_of_a_name(tmp_path: Path) -> None:
