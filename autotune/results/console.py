@@ -55,6 +55,7 @@ from autotune.script.recorded import options_to_type
 from autotune.script.script import (
     KNOWN_FLAGS,
     carries_knob,
+    command_names_config,
     command_sets_all,
     training_command,
     typed_words,
@@ -653,7 +654,9 @@ def train_with(
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
-        instead = f"or put {config} where the script has its own config, and train with: {plain}"
+        named = command_names_config(job.script)
+        where = "" if named else f"put {config} where the script has its own config, and "
+        instead = f"or {where}train with: {plain}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     carried = job.profile.checkpointed or carries_knob(job.script, CHECKPOINTING)

@@ -37,7 +37,7 @@ from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import other_batch
-from autotune.script.script import command, command_sets_all, read_variables, training_command
+from autotune.script.script import command, command_names_config, command_sets_all, read_variables, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -532,7 +532,7 @@ def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int
         if own.program is not None or own.argv[0] == "-m":  # DeepSpeed's launcher would need further options
             words = training_command(own, candidate, job.ranks // store.hardware.nodes, str(files[0]))
         training = shlex.join(masked_words(words))
-        if not command_sets_all(own):
+        if not command_names_config(own):
             training = f"put {file} where the script has its own config, and train with: {training}"
     uses = {
         "deepspeed": training,

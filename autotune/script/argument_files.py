@@ -52,7 +52,7 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
     if config is not None and (place := config_place(script, data)) is not None:
         found[place] = config
         framework = framework_of(script)
-        if framework is not None and framework.superseded in data:
+        if framework and framework.superseded in data:
             found[(framework.superseded,)] = None
     return found
 
@@ -235,7 +235,7 @@ def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | Non
         place = tuple(declared.split("."))
         return (place, False) if not declared.startswith("-") and value_at(data, place) is not None else (None, False)
     framework = framework_of(script)
-    if framework is not None and knob in framework.negated:
+    if framework and knob in framework.negated:
         return (find_key(data, (framework.negated[knob],)) or (framework.negated[knob],)), True
     if knob not in NAMES:
         return None, False

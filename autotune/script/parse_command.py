@@ -65,13 +65,13 @@ def read_command(
     if line.kind == ACCELERATE:
         check_module("accelerate", interpreter)
     argv, program = _target(line, interpreter)
-    if ds_config is not None and not is_ds_config(ds_config):
+    if ds_config and not is_ds_config(ds_config):
         raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
     cwd = Path.cwd()
     flags = tuple(_mapping(text) for text in maps)
     named = [flag for _, flag in flags if not flag.startswith("-")]
     files = (*argument_files(argv, cwd, named=named), *_launcher_files(line))
-    beside = str(ds_config.resolve()) if ds_config is not None else launchers_config(line, files, str(cwd))
+    beside = str(ds_config.resolve()) if ds_config else launchers_config(line, files, str(cwd))
     script = Script(
         argv,
         str(cwd),
@@ -80,7 +80,7 @@ def read_command(
         beside,
         launcher=line.launcher,
         environment=line.environment,
-        program=str(program) if program is not None else None,
+        program=str(program) if program else None,
         files=files,
     )
     check_configs_exist(script)

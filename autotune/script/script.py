@@ -73,7 +73,7 @@ _OF_TRAINER = ("transformers.trainer", "transformers.training_args")
 def heavy_imports(script: Script) -> list[str]:
     """Return the slow modules that the script will import, for the fork server."""
     framework = framework_of(script)
-    if framework is not None:
+    if framework:
         return sorted(framework.modules)
     text = script.argv[1] if script.path is None else script_text(script) or ""
     words = set(re.findall(r"\w+", text))
@@ -139,18 +139,23 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
 def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
     """Return the flag of a knob, and whether its meaning is negated."""
     framework = framework_of(script)
-    if framework is not None and knob in framework.negated and knob not in dict(script.flags):
+    if framework and knob in framework.negated and knob not in dict(script.flags):
         return f"--{framework.negated[knob]}", True
     return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
+
+
+def command_names_config(script: Script) -> bool:
+    """Check that `command`, or accelerate's launcher in front of it, names the winner's config."""
+    through = script.profile.through_arguments and CONFIG_FLAG in _flags(script)
+    named = config_path(script) is not None or through or carries_config(script)
+    return named or line_of(script).kind == ACCELERATE
 
 
 def command_sets_all(script: Script) -> bool:
     """Check that `command` carries every knob of a candidate, so that the script's code and files need no change."""
     through = script.profile.through_arguments
-    if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
-        launched = line_of(script).kind == ACCELERATE
-        if not carries_config(script) and not launched:
-            return False
+    if not command_names_config(script):
+        return False
     if script.holds_batch:
         return True
     # DeepSpeed's loop takes its batch from the config, Trainer from its own arguments, and Lightning only the accumulation.
@@ -218,7 +223,7 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     if line.kind:
         return launcher_command(line, _launcher_words(script, candidate, line, ranks, config), words)
     if _starts_itself(script):
-        words = framework.arguments(words, ranks) if framework is not None else words
+        words = framework.arguments(words, ranks) if framework else words
         return words if script.program is not None else ["python", *words]
     if script.program is not None:
         return [*_TORCHRUN, str(ranks), "--no-python", *words]
@@ -311,7 +316,7 @@ def config_path(script: Script) -> Path | None:
 def named_configs(script: Script) -> list[Path]:
     """Return the DeepSpeed config files that the command names: by content, or by one of DeepSpeed's own flags."""
     path = config_path(script)
-    found = [path] if path is not None else []
+    found = [path] if path else []
     found += [path for name in _flagged_configs(script) if os.path.isfile(path := Path(script.cwd, name))]
     found += [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config)]
     return list(dict.fromkeys(path.resolve() for path in found))

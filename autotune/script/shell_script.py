@@ -48,7 +48,7 @@ def started_training(line: CommandLine, words: Sequence[str], interpreter: Inter
     for place, call, variables, files in json.loads(done.stdout.splitlines()[-1]):
         changed = sorted(variables.items() - own.items())
         typed = [f"{key}={value}" for key, value in changed if not _OF_THE_SHELL.fullmatch(key)]
-        launched = call[0] != "python" or not MODULES.keys().isdisjoint(call[2:3])
+        launched = call[0] != "python" or "".join(call[2:3]) in MODULES
         found[shlex.join([*typed, *call])] = 2 * launched + ("deepspeed" in " ".join(call)), place, files
     most = max((rate for rate, *_ in found.values()), default=0)
     best = [text for text, (rate, *_) in found.items() if rate == most]

@@ -754,19 +754,17 @@ class StudyFacts:
                 f"not compared with {counted(len(self.apart), 'other config')}, which no call measured together with the winner"
             )
         if self.winner is not None:
-            lines += [one.sentence(self.winner.candidate) for one in self.references if not one.wins]
+            lines += [one.sentence(self.winner.candidate) for one in self.references]
         return lines
 
     @property
     def better(self) -> list[str]:
-        """Sentences about configs and trainings without DeepSpeed that were clearly faster than the winner."""
+        """Sentences about configs that were clearly faster than the winner."""
         lines = []
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)
             why = "was measured after the winner was chosen" if rival.verified else "is not verified"
             lines.append(f"{rival.candidate} was {gain:.1f} % faster and {why}; run again to choose between them")
-        if self.winner is not None:
-            lines += [one.sentence(self.winner.candidate) for one in self.references if one.wins]
         return lines
 
     def to_json(self) -> dict[str, object]:

@@ -369,6 +369,10 @@ def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
             f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: "
         )
         assert lines[1].endswith(words)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    named = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile(through_arguments=True))
+    lines = train_with(make_candidate(1), make_job(script=named), "s", tmp_path / "s.json", 5).lines()
+    assert lines[1].startswith("  or train with: "), "the command names it"
 
 
 def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> None:

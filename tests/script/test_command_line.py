@@ -87,6 +87,7 @@ def test_variables_stand_in_front() -> None:
         ("torchrun --no_python mine", False, False, None),
         ("deepspeed train.py", True, True, None),
         ("deepspeed --no_local_rank train.py", True, False, None),
+        ("deepspeed --include localhost train.py", True, True, None),
         ("deepspeed --include localhost:2,3 train.py", True, True, "2,3"),
         ("accelerate launch --gpu_ids 1,3 train.py", True, False, "1,3"),
         ("accelerate launch --gpu_ids all train.py", True, False, None),
@@ -208,8 +209,3 @@ def test_a_hostfile_of_one_host_is_this_machine(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"deepspeed --hostfile .*hostfile \(2 hosts\): trainings over several nodes"):
         take_apart(f"deepspeed --hostfile {path} train.py".split())
     assert take_apart(f"deepspeed --hostfile {path}.gone train.py".split()).kind == DEEPSPEED
-
-
-@pytest.mark.parametrize("host", ["localhost", "localhost:1"])
-def test_gpus_of_this_machine_may_be_named(host: str) -> None:
-    assert take_apart(f"deepspeed --include {host} train.py".split()).kind == DEEPSPEED

@@ -178,7 +178,6 @@ def test_variables_that_the_scripts_code_sets(folder: Path, monkeypatch: pytest.
         ("NNODES=2 swift sft x.yaml", "NNODES=2: trainings over several nodes"),
         ("train.py broken.yaml", "broken.yaml:2: not YAML ("),
         ("train.py --config broken.json", "broken.json:2: not JSON ("),
-        ("train.py broken.json", "broken.json:2: not JSON ("),
         ("accelerate launch --config_file broken.yaml train.py", "broken.yaml:2: not YAML ("),
     ],
 )
