@@ -91,8 +91,8 @@ def test_a_printed_command_of_accelerate_carries_the_batch(tmp_path: Path) -> No
             profile=ScriptProfile.from_json({**profile, "found_flags": found}),
         )
         told = train_with(make_candidate(1, 16, 1), make_job(script=script), "s", tmp_path / "s.json", 1)
-        name, words = told.commands[0]
-        assert name == "train with"
+        name, words = told.commands[1]
+        assert name == "or without autotune"
         assert words.endswith(f"train.py {flag} 16 --gradient_accumulation_steps 1")
         assert not told.hints, "no line about its data loader"
 

@@ -61,7 +61,7 @@ def test_a_script_of_ones_own_is_tuned_and_trained(copied: Path) -> None:
     folder = copied / "trainer"
     said = run(folder, "bash", "run.sh", *SMALL, *ONE_RANK, STEPS="6")
     assert "train with:" in said
-    assert "training ended with exit code 0 after 6 steps" in said
+    assert "training ended with exit code 0 after 6 DeepSpeed steps" in said
     assert (folder / "out" / "model.safetensors").exists()
     assert json.loads((folder / "runs/trainer/trainer.json").read_text())["train_batch_size"] == 16, (
         "as the script has it"

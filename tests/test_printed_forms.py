@@ -126,7 +126,7 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
     (tmp_path / "best.training_arguments.json").write_text(json.dumps(training_arguments(WINNER, job, "cpu")))
     told = train_with(WINNER, job, "s", tmp_path / "best.json", 1)
     follow(tmp_path, name)
-    words = shlex.split(told.instead.rpartition(" train with: ")[2])
+    words = shlex.split(told.commands[1][1])
     assert ("--batch_size" in words) is (name == "in_code")
     if name == "trainer":
         assert (
@@ -214,7 +214,7 @@ def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
         return launched[-1]
 
     monkeypatch.setattr(supervisor, "TrainingTrace", SimpleNamespace(merged=merged))
-    line = dict(train_with(winner, store.job, "s", Path("s.json"), 1).commands)["or watched"]
+    line = dict(train_with(winner, store.job, "s", Path("s.json"), 1).commands)["train with"]
     code, said, err = call(monkeypatch, capsys, *shlex.split(line)[1:])
     assert code == 0, err
     watched = launched[-1]

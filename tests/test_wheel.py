@@ -163,8 +163,8 @@ def test_beside_a_script_without_transformers(tuner: Path, user: Path, tmp_path:
     alone = {"python": str(python), "found": [], "found_by_child": "[]", "steps": 3}
     autotune("launch", "s", "--python", str(user), "--", *script, "--steps", "3")
     assert seen() == alone
-    (line,) = [line for line in said.splitlines() if "train with: " in line]
-    command = line.partition("train with: ")[2]
+    (line,) = [line for line in autotune("show", "s").splitlines() if "without autotune: " in line]
+    command = line.partition("without autotune: ")[2]
     assert f"{python} -m torch.distributed.run" in command
     train(["sh", "-c", f"{command} --steps 3"], autotune.folder, {"DS_ACCELERATOR": "cpu"}, autotune.env)
     assert seen() == alone

@@ -16,13 +16,13 @@ from autotune.cli.options import (
     Command,
     Group,
     begin,
-    console,
     database_failure,
     emit,
     examples,
     fail,
     option,
     print_line,
+    show_lines,
     takes_request,
     typed_command,
 )
@@ -59,7 +59,6 @@ def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
     shown = begin("reading the job, the machine and the search space", request.as_json)
     from autotune.commands.run import run_study
-    from autotune.results.console import print_lines
 
     request = request.model_copy(update={"command": typed_command()})
     as_json = request.as_json
@@ -72,7 +71,7 @@ def run(request: Request) -> None:
     if as_json:
         emit(summary.to_json())
     else:
-        print_lines([*summary.lines, *(f"wrote {path}" for path in summary.files)], shown)
+        show_lines([*summary.lines, *(f"wrote {path}" for path in summary.files)])
     if summary.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -91,6 +90,7 @@ def plan(request: Request) -> None:
     begin("reading the model and the cards", request.as_json)
     from autotune.commands.plan import plans
     from autotune.results.plan import fit_surely, plans_json, show_plans, write_config
+    from autotune.results.tables import console
 
     names = [one.strip() for one in request.gpu.split(",")] if request.gpu else [None]
     found = plans(request, [*dict.fromkeys(names)], print_line)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Python, begin, console, emit, load_numpy, option, print_line
+from autotune.cli.options import Json, Python, begin, emit, load_numpy, option, print_line, show_lines
 from autotune.errors import ExitCode
 
 
@@ -29,7 +29,8 @@ def models(as_json: Json = False) -> None:
 
 def explain(
     log: Annotated[
-        Path | None, typer.Argument(help="Log of a training that failed; standard input if missing.", metavar="LOG")
+        Path | None,
+        typer.Argument(help="Log of a training that failed; standard input if missing or -.", metavar="LOG"),
     ] = None,
     model: Annotated[
         str | None, option("Model, if the log does not name it: a shipped name or a folder.", metavar="NAME")
@@ -43,13 +44,14 @@ def explain(
     """Say why a training failed: what ran out, which tensor asked for it, and the change that helps. Nothing is run."""
     load_numpy()
     from autotune.explain.command import explain_log
-    from autotune.results.console import print_lines
 
+    if str(log) == "-":
+        log = None
     found = explain_log(log, model, gpus, ds_config)
     if as_json:
         emit(vars(found))
     else:
-        print_lines(found.lines(), console())
+        show_lines(found.lines())
 
 
 def doctor(

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,14 +55,11 @@ def load_numpy() -> None:
         del os.environ[_BLAS_THREADS]
 
 
-def console(stderr: bool = False) -> Console:
-    """Return a console that prints data unchanged: no markup, no emoji, and no control characters except rich's."""
-    from autotune.results.tables import DataConsole
+def show_lines(lines: Iterable[str]) -> None:
+    """Print lines to standard output."""
+    from autotune.results.tables import console, print_lines
 
-    stream = sys.stderr if stderr else sys.stdout
-    make = partial(DataConsole, file=getattr(stream, "styled", stream), markup=False, emoji=False)
-    found = make()
-    return found if found.is_terminal else make(width=140)
+    print_lines(lines, console())
 
 
 def begin(text: str, as_json: bool) -> Console:
@@ -70,6 +67,8 @@ def begin(text: str, as_json: bool) -> Console:
 
     The line is printed before the imports of the command, which take seconds on a loaded machine.
     """
+    from autotune.results.tables import console
+
     shown = console(stderr=as_json)
     if shown.is_terminal and not as_json:
         shown.print(f"{text} …", style="dim")

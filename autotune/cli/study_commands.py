@@ -16,11 +16,11 @@ from autotune.cli.options import (
     Storage,
     StudyArgument,
     completer,
-    console,
     emit,
     examples,
     load_numpy,
     option,
+    show_lines,
 )
 from autotune.errors import readable
 
@@ -38,7 +38,8 @@ def show(
 ) -> None:
     """Show the trials of a study with their outcomes, and the winner."""
     load_numpy()
-    from autotune.results.console import print_lines, record_json, show_study, study_json, trial_lines
+    from autotune.results.console import record_json, show_study, study_json, trial_lines
+    from autotune.results.tables import console
     from autotune.search.study import StudyStore
 
     store = StudyStore.load(study, storage)
@@ -47,7 +48,7 @@ def show(
         if as_json:
             emit(record_json(record))
         else:
-            print_lines(trial_lines(store, record), console())
+            show_lines(trial_lines(store, record))
     elif as_json:
         emit(study_json(store))
     else:
@@ -126,8 +127,7 @@ def spaces_list(as_json: Json = False) -> None:
     if as_json:
         emit({"spaces": found})
         return
-    for name, about in found.items():
-        print(f"{name:12} {about}")
+    show_lines(f"{name:12} {about}" for name, about in found.items())
 
 
 @spaces_app.command(
@@ -152,7 +152,7 @@ def spaces_knobs(as_json: Json = False) -> None:
         emit({"knobs": found})
         return
     for name, told in found.items():
-        print(f"{name}\n    {'; '.join(f'{what}: {said}' for what, said in told.items())}")
+        show_lines([name, *(f"    {what}: {said}" for what, said in told.items())])
 
 
 @spaces_app.command(

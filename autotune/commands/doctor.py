@@ -50,7 +50,6 @@ from autotune.workers.process_tree import end_processes_with_variable
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
 _IDLE_SECONDS = 120.0  # limit without any computation or I/O of the probe and its compilers
-_SHOWN_SECONDS = 10.0  # between two reports of a slow step
 
 
 @dataclass(frozen=True)
@@ -339,19 +338,12 @@ def _examination(
     """
     mark, hung, over, facts = uuid.uuid4().hex, threading.Event(), threading.Event(), None
 
-    step = ["starting a Python"]
-
     def watch() -> None:
         check, progressed_at = LivenessCheck(), time.monotonic()
-        began, before = progressed_at, step[0]
         while not over.wait(1.0):
             now = time.monotonic()
-            if step[0] != before:
-                began, before = now, step[0]
             if check.made_progress([child.pid]):
                 progressed_at = now
-            if now - began > _SHOWN_SECONDS:
-                doing(f"{step[0]} ({now - began:.0f} s)")
             if now - progressed_at > _IDLE_SECONDS:
                 hung.set()
                 end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
@@ -373,8 +365,7 @@ def _examination(
         try:
             for line in child.stdout or ():
                 if line.startswith("DOING"):
-                    step[0] = line[5:].strip()
-                    doing(step[0])
+                    doing(line[5:].strip())
                 elif line.startswith("FACTS"):
                     facts = json.loads(line[5:])
             child.wait()
@@ -389,14 +380,16 @@ def _examination(
 
 
 def _known_faults(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
-    """Yield the known faults of a DeepSpeed; `autotune run` leaves them out if it can see their conditions."""
-    for fault in known_faults(deepspeed):
-        what, cost = f"fault of deepspeed {dotted(deepspeed)}", f"{fault.effect} ({fault.known}: {fault.source})"
-        if fault.harmless:
-            yield Finding("good", what, fault.setting, cost, "nothing: harmless in the long run")
-        else:
-            newer_one = f", or install deepspeed above {fault.until}" if fault.until else ""
-            yield Finding("warn", what, fault.setting, cost, f"avoid this setting{newer_one}")
+    """Report the settings that a DeepSpeed computes wrongly; `autotune run` leaves them out if it can see their conditions."""
+    named = [
+        f"{fault.setting} (up to {fault.until})" if fault.until else fault.setting
+        for fault in known_faults(deepspeed)
+        if not fault.harmless
+    ]
+    if named:
+        fix = "avoid them; `autotune run` leaves out those that it can see"
+        what, found = f"faults of deepspeed {dotted(deepspeed)}", f"{len(named)} settings train wrongly"
+        yield Finding("warn", what, found, "; ".join(named), fix)
 
 
 def judge_toolkit(facts: dict[str, Any]) -> Finding:

@@ -151,8 +151,9 @@ def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]
         )
     if candidate.offload_optimizer == "cpu" and hardware.device == "cuda" and cores_of(hardware) is None:
         yield (
-            "the step of an offloaded optimizer depends on the CPU threads of a rank (OMP_NUM_THREADS; torchrun sets 1): "
-            f"published steps took 0.6 to 20 times what main memory allows, the plan takes {math.exp(TIME['cpu_adam'].mean):.1f}"
+            "this speed is uncertain, because an offloaded optimizer steps on the CPU threads of its rank (OMP_NUM_THREADS; "
+            f"torchrun sets 1). The plan assumes {math.exp(TIME['cpu_adam'].mean):.1f} times the time that main memory allows; "
+            "published steps took 0.6 to 20 times"
         )
 
 

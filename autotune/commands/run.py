@@ -61,7 +61,6 @@ from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter
 from autotune.util.linux import handled_signals, silent_mounts
-from autotune.util.streams import Command
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
@@ -367,13 +366,13 @@ def _summary(
         files.append(ladder_path(setup.folder, setup.name))
         write_ladder(files[-1], ladder, store.job)
         files += _write_report(setup, store, print_line)
-        lines = [_end_line(found), *verdict_lines(facts, store.job, store.hardware)]
-        lines += how_to_train(store, found.winner.candidate, files[0]).lines()
+        ended = f"{_end_line(found)} (autotune show {shlex.quote(setup.name)} has the rest)"
+        lines = [ended, *verdict_lines(facts, store.job, store.hardware)]
+        lines += how_to_train(store, found.winner.candidate, files[0]).lines(1)
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
         lines += [f"  {line}" for line in secrets_note(files)]
-        lines.append(Command(f"  more: autotune show {shlex.quote(setup.name)}"))
     elif found.interrupted:
         lines = ["stopped without a winner", _end_line(found)]
     else:

@@ -73,11 +73,11 @@ class LaunchSummary:
         seconds = sum(one.seconds for one in self.attempts)
         steps = sum(one.steps for one in self.attempts)
         last = self.attempts[-1]
-        text = f"training ended with exit code {self.code} after {steps} steps in {format_duration(seconds)}"
+        end = f"training ended with exit code {self.code} after {steps} DeepSpeed steps in {format_duration(seconds)}"
         causes = Counter(one.ended.split(":")[0] for one in self.attempts[:-1])
         why = ", ".join(f"{count} {cause}" for cause, count in causes.items())
         times = f"{counted(restarts, 'restart')} ({why})" if restarts else "no restart"
-        return [text, f"{times}; the last config was {last.candidate}"]
+        return [end, f"{times}; the last config was {last.candidate}"]
 
     def to_json(self) -> dict[str, Any]:
         """Return the exit code and all attempts as JSON data."""
@@ -475,7 +475,7 @@ class AttemptMessages:
             self.print_line(message["text"])
         elif verb == "strayed" and not self.strayed:
             self.strayed = True
-            self.print_line("the script trains without DeepSpeed: no config of ours is in it")
+            self.print_line("the script trains without DeepSpeed, so without the tuned config: add --deepspeed FILE")
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
     def end(

@@ -47,7 +47,7 @@ from autotune.results.export import (
     over_nodes,
     without_zero_init,
 )
-from autotune.results.tables import DataTable
+from autotune.results.tables import WINNER, DataTable, print_line, print_lines
 from autotune.script.command_line import framework_of
 from autotune.script.environment import secrets_of
 from autotune.script.profile import growth_line, other_batch
@@ -68,7 +68,7 @@ from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes
 from autotune.util.interpreter import launch_command
-from autotune.util.streams import LOG, Command, folded, is_watched
+from autotune.util.streams import LOG, Command, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
 
@@ -173,9 +173,7 @@ class PlainObserver:
     def print_line(self, text: str, style: str = "") -> None:
         """Print a message."""
         self._last = text
-        LOG.info(text)
-        shown = folded(text, self.console.file)
-        self.console.print(shown, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        print_line(text, self.console, style)
 
 
 class LiveObserver(PlainObserver):
@@ -269,13 +267,6 @@ def make_observer(console: Console, quiet: bool) -> PlainObserver:
     return PlainObserver(console)
 
 
-def print_lines(lines: Sequence[str], out: Console) -> None:
-    """Print lines of text, folded at words on a terminal; a winner is green."""
-    view = PlainObserver(out)
-    for line in lines:
-        view.print_line(line, "bold green" * line.startswith(_WINNER))
-
-
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
     """Build a table of every trial with its result or reason; trials that cannot win are dimmed."""
     table = DataTable(box=None, pad_edge=False, header_style="bold")
@@ -340,21 +331,23 @@ def record_json(record: Record) -> dict[str, Any]:
 def show_study(store: StudyStore, out: Console) -> None:
     """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
     records, calls, facts = store.records(), store.calls(), store.facts()
-    print_line = PlainObserver(out).print_line
     out.print(trials_table(records, facts))
     if legend := code_legend(*(record.candidate for record in records)):
-        print_line(f"codes: {legend}", "dim")
+        print_line(f"codes: {legend}", out, "dim")
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
-        print_line(f"not tried ({count}): {reason}")
+        print_line(f"not tried ({count}): {reason}", out)
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
         print_line(
             f"\n{counted(len(records), 'trial')}; this study used {format_duration(total)} in "
             f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
-            f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
+            f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})",
+            out,
         )
     print_lines(verdict_lines(facts, store.job, store.hardware), out)
     print_lines(detail_lines(facts, records, store.job, store.hardware), out)
+    if facts.winner:
+        print_lines(how_to_train(store, facts.winner.candidate).lines(), out)
 
 
 def trial_lines(store: StudyStore, record: Record) -> list[str]:
@@ -503,9 +496,6 @@ def _bucket_bytes(candidate: Candidate, job: Job) -> int:
     return round(float(reduce_bucket_bytes(columns_of([candidate], job), job.element_bytes)[0]))
 
 
-_WINNER = "winner: "
-
-
 def verdict_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
     """Describe the verdict: the script's own config, the winner in words, its speed, memory and certainty, and warnings."""
     return [*filter(None, [own_line(facts, job)]), *winner_lines(facts, job, hardware)]
@@ -520,7 +510,7 @@ def winner_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     mfu = f", MFU {100 * measured.mfu:.1f} %" if measured.mfu is not None else ""
     lines = [
-        f"{_WINNER}{config_sentence(record.candidate, job, hardware)} ({record.candidate})",
+        f"{WINNER}{config_sentence(record.candidate, job, hardware)} ({record.candidate})",
         f"  speed: {throughput_text(measured)}, step {format_duration(measured.step_seconds)}{mfu}",
         f"  memory: peak {format_bytes(measured.peak_bytes)} of {format_bytes(hardware.capacity_bytes)} "
         f"({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
@@ -586,21 +576,20 @@ def batch_size_note(own: Candidate, winner: Candidate, job: Job) -> str:
 
 @dataclass(frozen=True)
 class HowToTrain:
-    """Commands that train a study's script with its winner, by name, and the steps left to the user."""
+    """Commands that train a study's script with its winner, the shortest first, and the steps left to the user."""
 
     commands: tuple[tuple[str, str], ...] = ()
-    instead: str = ""  # alternative to the commands
     hints: tuple[str, ...] = ()  # further changes that the training needs
 
-    def lines(self) -> list[str]:
-        """Return the commands and hints as lines of text."""
-        texts = [f"{name}: {text}" for name, text in self.commands]
-        commands = [Command(f"  {text}") for text in (*texts, *filter(None, [self.instead]))]
+    def lines(self, most: int | None = None) -> list[str]:
+        """Return the commands, at most so many, and the hints as lines of text."""
+        commands = [Command(f"  {name}: {text}") for name, text in self.commands[:most]]
         return [*commands, *(f"  {line}" for line in self.hints)]
 
 
-def how_to_train(store: StudyStore, winner: Candidate, config: Path) -> HowToTrain:
-    """Return how to train with a study's winner, whose DeepSpeed config is in `config`."""
+def how_to_train(store: StudyStore, winner: Candidate, config: Path | None = None) -> HowToTrain:
+    """Return how to train with a study's winner, whose DeepSpeed config is in `config`; None: where `run` exports it."""
+    config = config or Path(store.folder or "", f"{store.name}.json")
     about = (winner, store.job, store.name, config, store.threads, environment_of(store, winner))
     hostfile = hostfile_of(store.folder or Path())
     return train_with(*about, nodes=store.hardware.nodes, hostfile=hostfile, python=store.python)
@@ -649,16 +638,13 @@ def train_with(
         options.append(f"--python {shlex.quote(python)}")
     typed = shlex.join(masked_words(typed_words(job.script)))
     watched = " ".join(["autotune launch", shlex.quote(study), *filter(None, options), "--", typed])
-    instead, hints = "", [NOTE] if MASK in plain + watched else []
-    if command_sets_all(job.script):
-        commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
-    else:
-        commands = [("train with", watched)]
-        named = command_names_config(job.script)
-        where = "" if named else f"put {config} where the script has its own config, and "
-        instead = f"or {where}train with: {plain}"
-        if under_lightning(job.script) and not job.script.holds_batch:
-            hints += [f"  {lightnings_own(winner)}"]
+    otherwise, hints = "or without autotune", [NOTE] if MASK in plain + watched else []
+    if each:
+        otherwise += ", on every node"
+    if not command_names_config(job.script):
+        otherwise = f"or put {config} where the script has its own config, and train with"
+    if under_lightning(job.script) and not job.script.holds_batch and not command_sets_all(job.script):
+        hints += [f"  {lightnings_own(winner)}"]
     carried = job.profile.checkpointed or carries_knob(job.script, CHECKPOINTING)
     hints += [f"  {line}" for line in checkpointing_changes(winner, job, carried=carried)]
     if job.profile.through_arguments and not job.script.holds_batch:
@@ -679,7 +665,7 @@ def train_with(
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
     if half := wrong_batch_warning(job.script, winner):
         hints += [f"  {half}"]
-    return HowToTrain(tuple(commands), instead, tuple(hints))
+    return HowToTrain((("train with", watched), (otherwise, plain)), tuple(hints))
 
 
 def sync_note(job: Job, stage: int, free_bytes: float) -> str:

@@ -548,7 +548,7 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
         need = Shortage.of(with_host, hardware)
         has = f"{'assumed' if plan.host_assumed else 'here'} {_gib(hardware.host_memory_bytes)}; --host-memory"
         return [
-            f"fits with offload on a node with at least {_gib(need.host_needed_bytes)} of main memory ({has})",
+            f"nothing fits without more main memory: offload needs at least {_gib(need.host_needed_bytes)} a node ({has})",
             f"then: {knobs_text(with_host.candidate)}, {token_speed(with_host, plan.job)}",
         ]
     lines = ["nothing of the space is predicted to fit"]

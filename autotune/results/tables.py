@@ -1,8 +1,10 @@
-"""Consoles and tables of data: what rich takes for markup or an emoji in a text that it is given is there what it is."""
+"""Consoles, lines and tables of data, in which rich takes no text for markup or an emoji."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -11,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.masking import masked
-from autotune.util.streams import printable
+from autotune.util.streams import LOG, folded, printable
 
 
 class DataConsole(Console):
@@ -21,6 +23,29 @@ class DataConsole(Console):
         """Yield the segments of a renderable, with unprintable characters replaced."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a console that prints data unchanged: no markup, no emoji, and no control characters except rich's."""
+    stream = sys.stderr if stderr else sys.stdout
+    make = partial(DataConsole, file=getattr(stream, "styled", stream), markup=False, emoji=False)
+    found = make()
+    return found if found.is_terminal else make(width=140)
+
+
+WINNER = "winner: "  # begins the line of a winner, which is green
+
+
+def print_line(text: str, out: Console, style: str = "") -> None:
+    """Print and log a message, folded at words on a terminal."""
+    LOG.info(text)
+    out.print(folded(text, out.file), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def print_lines(lines: Iterable[str], out: Console) -> None:
+    """Print messages."""
+    for line in lines:
+        print_line(line, out, "bold green" * line.startswith(WINNER))
 
 
 class DataTable(Table):

@@ -90,20 +90,18 @@ class Confidence:
 
     @property
     def sentence(self) -> str:
-        """Text for the user, such as `untried configs are at most 3 % faster, with 90 % probability (by 14 trials)`."""
+        """Text for the user, such as `untried configs are at most 3 % faster, with 90 % probability (judged by 14 trials)`."""
         if not self.untried:
             return "no config is left to try"
         if self.measured < LEAST_MEASURED:
             return f"{counted(self.measured, 'config')} measured: too few to bound the speed of the untried ones"
         trials = counted(self.trials, "trial")
         if not self.left_share:
-            return f"no untried config is faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"
+            return f"no untried config is faster, with {100 * PROBABILITY:.0f} % probability (judged by {trials})"
         if self.left_share > 1:
-            return f"untried configs may be more than twice as fast (by {trials})"
+            return f"untried configs may be more than twice as fast (judged by {trials})"
         percent = max(1, math.ceil(100 * self.left_share))
-        return (
-            f"untried configs are at most {percent} % faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"
-        )
+        return f"untried configs are at most {percent} % faster, with {100 * PROBABILITY:.0f} % probability (judged by {trials})"
 
 
 def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:

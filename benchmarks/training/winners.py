@@ -240,9 +240,9 @@ def _command(store: StudyStore, record: Record, folder: Path, name: str) -> tupl
     config = folder / f"{name}.json"
     export_store(store, "deepspeed", config, record.number)
     told = train_with(record.candidate, store.job, "s", config, store.threads, environment_of(store, record.candidate))
-    if not told.instead:
-        return shlex.split(told.commands[0][1]), {}
-    return shlex.split(told.instead.rpartition(" train with: ")[2]), {"OBSERVED_CONFIG": str(config)}
+    how, command = told.commands[1]
+    variables = {"OBSERVED_CONFIG": str(config)} if how.startswith("or put") else {}
+    return shlex.split(command), variables
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:

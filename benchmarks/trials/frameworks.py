@@ -35,7 +35,7 @@ RANKS = 2
 TUNING_SECONDS = 1200.0  # building DeepSpeed's ops is not in a budget
 EXPORTED = ("deepspeed", "accelerate", "hf")
 DEEPSPEED = re.compile(r"(?<![^ ])deepspeed(?= )")
-PRINTED = re.compile(r"^  train with: (.*)$", re.MULTILINE)
+PRINTED = re.compile(r"^  or without autotune: (.*)$", re.MULTILINE)
 
 
 def tuned(command: Command, python: Path, folder: Path, limits: list[str]) -> str:
@@ -105,7 +105,7 @@ def one(command: Command, python: Path, folder: Path, limits: list[str], turns: 
     write_files(command, folder)
     said = tuned(command, python, folder, limits)
     exported(python, folder)
-    printed = PRINTED.search(said)
+    printed = PRINTED.search(_autotune(python, folder, ["show", "study"]))
     if printed is None:
         raise RuntimeError(f"no command printed:\n{said[-1500:]}")
     own = training("own", command.words, python, folder)
@@ -113,7 +113,7 @@ def one(command: Command, python: Path, folder: Path, limits: list[str], turns: 
     take_turns([own, ours], turns)
     gain, spread = ratio(ours, own)
     tokens = a_step(own, "tokens") / own.samples_a_step()  # the same data in both
-    winner = re.search(r"^  config: (.*) \(", said, re.MULTILINE)
+    winner = re.search(r"^winner: .* \((.*)\)$", said, re.MULTILINE)
     return {
         "command": command.words,
         "framework": f"{command.framework} {version(python, command)}",

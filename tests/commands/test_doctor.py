@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -144,6 +143,8 @@ def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
     found = by_name(doctor.judge_libraries(newer, "cuda"))["libraries"]
     assert (good.level, found.level) == ("good", "warn")
     assert "1.0.0 is newer" in found.cost
+    faults = by_name(doctor.judge_libraries(FACTS, "cuda"))["faults of deepspeed 0.19.8"]
+    assert faults.cost.startswith("stage 0 in fp16; ")
 
 
 @pytest.mark.timeout(300)  # the compiler holds the output open for longer
@@ -156,13 +157,12 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert doctor._IDLE_SECONDS == 120.0
     monkeypatch.setattr(doctor, "_IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(doctor, "_SHOWN_SECONDS", 0.5)
     compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
     monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
     found = by_name(doctor._libraries(heard.append, OWN))["libraries"]
     assert found.level == "bad"
     assert "no compiler and nothing else worked for 1 s" in found.found
-    assert any(re.fullmatch(r"starting a Python \(\d+ s\)", line) for line in heard), "the time is shown"
+    assert heard == ["this"], "nothing is said again while a step lasts"
 
 
 def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:

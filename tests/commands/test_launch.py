@@ -50,7 +50,7 @@ def test_a_studys_winner_and_what_is_below_it(
     code, _, err = call(monkeypatch, capsys, "launch", "s", "--max-restarts", "3", "--", script, "--epochs", "2")
     assert code == 0, err
     assert "measured tiny-llama with synthetic batches, not a script" in err
-    assert "training ended with exit code 0 after 3 steps" in err
+    assert "training ended with exit code 0 after 3 DeepSpeed steps" in err
     given = NoTraining.given
     assert given["job"].script.argv == (script, "--epochs", "2")
     assert given["max_restarts"] == 3

@@ -110,7 +110,9 @@ def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.
     small = CliRunner().invoke(app, [*typed, "--host-memory", "64GiB"])
     assert small.exit_code == 3, small.output
     text = " ".join(small.output.split())
-    found = re.search(r"fits with offload on a node with at least ([\d,]+) GiB of main memory \(here 64 GiB", text)
+    found = re.search(
+        r"nothing fits without more main memory: offload needs at least ([\d,]+) GiB a node \(here 64 GiB", text
+    )
     assert found, text
     need = int(found[1].replace(",", ""))
     enough = CliRunner().invoke(app, [*typed, "--host-memory", f"{need + 1}GiB"])

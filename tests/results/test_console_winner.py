@@ -279,18 +279,18 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
     script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
     job, config = make_job(script=script), tmp_path / "won.json"
-    first, watched = train_with(make_candidate(2, 4), job, "s", config, 5).lines()
-    assert first == f"  train with: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
-    assert watched == "  or watched: autotune launch s -- train.py ds.json"
-    odd = train_with(make_candidate(2, 4), job, "lr #2", config, 5).lines()[1]
-    assert odd == "  or watched: autotune launch 'lr #2' -- train.py ds.json"
+    watched, plain = train_with(make_candidate(2, 4), job, "s", config, 5).lines()
+    assert watched == "  train with: autotune launch s -- train.py ds.json"
+    assert plain == f"  or without autotune: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
+    (odd,) = train_with(make_candidate(2, 4), job, "lr #2", config, 5).lines(1)
+    assert odd == "  train with: autotune launch 'lr #2' -- train.py ds.json"
     grown = make_candidate(2, 4, expandable_segments=True)
-    first, _ = train_with(grown, job, "s", config, 5).lines()
-    assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
+    _, plain = train_with(grown, job, "s", config, 5).lines()
+    assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in plain
     own = {"NCCL_ALGO": "Ring", "PYTORCH_ALLOC_CONF": "a:b c"}
-    first, _ = train_with(grown, job, "s", config, 5, own).lines()
+    _, plain = train_with(grown, job, "s", config, 5, own).lines()
     joined = "PYTORCH_CUDA_ALLOC_CONF='a:b c,expandable_segments:True'"
-    assert f"train with: NCCL_ALGO=Ring PYTORCH_ALLOC_CONF='a:b c' OMP_NUM_THREADS=5 {joined} torchrun" in first
+    assert f"autotune: NCCL_ALGO=Ring PYTORCH_ALLOC_CONF='a:b c' OMP_NUM_THREADS=5 {joined} torchrun" in plain
     named = train_with(grown, make_job(), "s", config, 5).lines()
     assert named[0] == f"  train with: autotune launch s -- train.py --deepspeed {config}"
 
@@ -303,9 +303,8 @@ def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
     assert lines[0] == "  train with: autotune launch s -- train.py ds.json"
     assert lines[-1] == "    with accumulate_grad_batches=8 in its Trainer, which takes it from no config"
     told = dataclasses.replace(script, flags=((ACCUMULATION, "--accumulate"),))
-    first, _ = train_with(make_candidate(2, 4, 8), make_job(script=told), "s", tmp_path / "s.json", 5).lines()
-    assert "train.py" in first
-    assert first.endswith("--accumulate 8")
+    _, plain = train_with(make_candidate(2, 4, 8), make_job(script=told), "s", tmp_path / "s.json", 5).lines()
+    assert plain.endswith("--accumulate 8")
     (tmp_path / "train.py").write_text("from lightning.fabric import Fabric")  # its loop is the script's
     script = Script(("train.py",), str(tmp_path))
     assert ACCUMULATION not in make_candidate(2, 4, 8).ds_config(make_job(script=script)), "nothing is known yet"
@@ -364,15 +363,13 @@ def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
         script = Script(
             ("train.py", "--batch_size", "4"), str(tmp_path), mapped, profile=ScriptProfile.from_json(profile)
         )
-        lines = train_with(make_candidate(1, 8, 2), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
-        assert lines[1].startswith(
-            f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: "
-        )
-        assert lines[1].endswith(words)
+        _, line, *_ = train_with(make_candidate(1, 8, 2), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
+        assert line.startswith(f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: ")
+        assert line.endswith(words)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     named = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile(through_arguments=True))
     lines = train_with(make_candidate(1), make_job(script=named), "s", tmp_path / "s.json", 5).lines()
-    assert lines[1].startswith("  or train with: "), "the command names it"
+    assert lines[1].startswith("  or without autotune: "), "the command names it"
 
 
 def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_it_is_trained_under_the_variables_that_it_was_measured_under(
     assert in_a_shell(f"{said} env") == wanted
     (record, *_) = store.records()
     given = (store.threads, environment_of(store, record.candidate))
-    (_, command), _ = train_with(record.candidate, store.job, "s", tmp_path / "s.json", *given).commands
+    _, (_, command) = train_with(record.candidate, store.job, "s", tmp_path / "s.json", *given).commands
     assert in_a_shell(f"{command.partition(' torchrun')[0]} env") == wanted
     assert "hf_secret" not in file.read_text() + json.dumps(told["environment"])
 

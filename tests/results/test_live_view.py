@@ -19,7 +19,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, threading, time
-from autotune.cli.options import console
+from autotune.results.tables import console
 from autotune.commands.run import stop_on_signals
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind

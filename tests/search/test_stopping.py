@@ -33,10 +33,10 @@ def test_what_probably_does_not_fit_leaves_less() -> None:
 @pytest.mark.parametrize(
     ("left", "measured", "untried", "sentence"),
     [
-        (0.021, 9, True, "untried configs are at most 3 % faster, with 90 % probability (by 14 trials)"),
-        (0.0001, 4, True, "untried configs are at most 1 % faster, with 90 % probability (by 14 trials)"),
-        (0.0, 9, True, "no untried config is faster, with 90 % probability (by 14 trials)"),
-        (1.5, 4, True, "untried configs may be more than twice as fast (by 14 trials)"),
+        (0.021, 9, True, "untried configs are at most 3 % faster, with 90 % probability (judged by 14 trials)"),
+        (0.0001, 4, True, "untried configs are at most 1 % faster, with 90 % probability (judged by 14 trials)"),
+        (0.0, 9, True, "no untried config is faster, with 90 % probability (judged by 14 trials)"),
+        (1.5, 4, True, "untried configs may be more than twice as fast (judged by 14 trials)"),
         (math.inf, 3, True, "3 configs measured: too few to bound the speed of the untried ones"),
         (math.inf, 1, True, "1 config measured: too few to bound the speed of the untried ones"),
         (0.0, 9, False, "no config is left to try"),

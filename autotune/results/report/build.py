@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from autotune.masking import MASK, masked, masked_data
@@ -145,9 +144,8 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         # a masked command would not run
         again = tuple(("go on", command) for command in store.commands[-1:] if MASK not in command)
         return WinnerSummary(None, own, lines, run_now=again)
-    config = (store.folder or Path()) / f"{store.name}.json"
     exported = json.dumps(masked_data(winner.candidate.ds_config(job)), indent=2)
-    how = how_to_train(store, winner.candidate, config)
+    how = how_to_train(store, winner.candidate)
     variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
     hints = [*(hint.strip() for hint in how.hints), *training_changes(winner.candidate, job, variables)]
     return WinnerSummary(
@@ -158,7 +156,6 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         details=tuple(detail_lines(facts, records, job, hardware)),
         run_now=how.commands,
         config=exported,
-        instead=how.instead,
         needs=tuple(dict.fromkeys(hints)),
     )
 

@@ -69,7 +69,6 @@ class WinnerSummary:
     details: tuple[str, ...] = ()
     run_now: tuple[tuple[str, str], ...] = ()  # (name, text to copy)
     config: str = ""  # DeepSpeed JSON
-    instead: str = ""  # alternative to the commands
     needs: tuple[str, ...] = ()  # further changes that the training needs
 
 

@@ -340,7 +340,7 @@ def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr + done.stdout
     trained = call(["launch", "mine", "--hostfile", str(left_hosts.hostfile()), "--", *script], tmp_path)
     assert trained.returncode == 0, trained.stderr
-    assert "training ended with exit code 0 after 20 steps" in trained.stderr
+    assert "training ended with exit code 0 after 20 DeepSpeed steps" in trained.stderr
     assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
     alone = call(["launch", "mine", "--", *script], tmp_path)
     assert alone.returncode == 2
