@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from codecs import BOM_UTF16_LE
 from pathlib import Path
 
 from autotune.errors import UserError
@@ -37,14 +38,15 @@ def explain_log(
     """
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus {gpus}: expected at least 1")
-    name = "standard input" if log is None else str(log)
+    name = str(log or "standard input")
     try:
         data = sys.stdin.buffer.read(MOST_LOG_BYTES + 1) if log is None else bounded_bytes(log, MOST_LOG_BYTES)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}: {_EXPECTED}") from None
     if len(data) > MOST_LOG_BYTES:
         raise UserError(f"{name} has more than {MOST_LOG_BYTES // MIB} MiB: give the part around the first error")
-    text = _CONTROL.sub("", data.decode("utf-8", errors="replace")).replace("\r", "\n")
+    encoding = "utf-16" if data.startswith(BOM_UTF16_LE) else "utf-8"  # `>` of PowerShell writes UTF-16
+    text = _CONTROL.sub("", data.decode(encoding, errors="replace")).replace("\r", "\n")
     config = load_ds_config(ds_config) if ds_config else None
     training = read_training(f"{text[:_END]}\n{text[-_END:]}", model, gpus, config)
     failure = find_failure(text)

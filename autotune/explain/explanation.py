@@ -78,8 +78,8 @@ def explain(failure: LoggedFailure, training: Training) -> Explanation:
     if not of_gpu or failure.snapshot.asked is None:
         evidence = "\n".join([*failure.frames[-INNERMOST:], failure.text])
         for pattern, cause in data()["causes"].items():
-            if match := re.search(pattern, evidence):
-                return Explanation(**{"what": match[0], **cause})
+            if re.search(pattern, evidence):
+                return Explanation(**{"what": failure.text[:300], **cause})
     if failure.kind is OutcomeKind.OOM_HOST:
         return _explain_host(failure, training)
     return _explain_gpu(failure, training) if of_gpu else Explanation(failure.text[:300])
@@ -92,8 +92,7 @@ def _explain_gpu(failure: LoggedFailure, training: Training) -> Explanation:
     change, is_enough = _remedy(failure, training, found)
     if not is_enough and memory:
         change = "; or ".join(filter(None, [change, memory.nearest_change(before_batch)]))
-    if not change:
-        change = _usual_change(training, before_batch)
+    change = change or _usual_change(training, before_batch)
     holds = memory.held() if memory else ""
     return Explanation(
         _happened(failure, place), str(found or ""), holds, change, _NO_BATCH * before_batch, _command(training)
@@ -225,7 +224,7 @@ class MemoryTable:
     def of(cls, failure: LoggedFailure, training: Training) -> MemoryTable | None:
         """Return the table with the longest common rows that need no more than was observed; None if too little is known."""
         snapshot = failure.snapshot
-        if training.of_model is None or training.ranks is None or snapshot.total is None:
+        if training.of_model is None or training.ranks is None or not snapshot.total:
             return None
         observed = max(snapshot.own or 0, snapshot.reserved or 0) + (snapshot.asked or 0)
         found = [
@@ -294,9 +293,7 @@ class MemoryTable:
             MICRO_BATCH: [own.micro_batch >> halvings for halvings in range(own.micro_batch.bit_length())],
         }
         known = {"offload_optimizer": "none", "offload_param": "none", **own.as_dict}
-        near = {own.but(**dict(zip(levels, values, strict=True))) for values in itertools.product(*levels.values())} - {
-            own
-        }
+        near = {own.but(**dict(zip(levels, values, strict=True))) for values in itertools.product(*levels.values())}
         found = self.predictor.predict_many(sorted(near, key=str))
         changed = [
             ({name: value for name, value in one.candidate.knobs if name in levels and known.get(name) != value}, one)
@@ -317,7 +314,7 @@ def _predictor(training: Training, ranks: int, tokens: int, capacity_bytes: int)
     job = Job(model, ranks, tokens, training.precision, lora=lora, base_config=zero)
     layers = training.counts(0).get("num_hidden_layers", 32)
     tables = table_sizes(model.config) if model.config and trained == count else []
-    sizes = [*[(trained - sum(tables)) // layers] * layers, *tables]
+    sizes = [*[max(1, (trained - sum(tables)) // layers)] * layers, *tables]
     trace = closed_form_trace(job, "read from a log", (sizes, count - trained))
     trace = dataclasses.replace(trace, frozen_sizes=[(count - trained) // layers] * layers)
     nodes = math.ceil(ranks / 8) if ranks % math.ceil(ranks / 8) == 0 else 1

@@ -15,6 +15,9 @@ _FRAME = re.compile(r'File "([^"\n]+)", line \d+, in (\S+)')
 # the place of a frame in rich's and IPython's form, which may be wrapped, and code, of which only the marked line was running
 _PLACE = re.compile(r"([^\s\"]{1,300}\.py):\s*(\d+),?\s+in\s+([\w.<>]+)")
 _CODE = re.compile(r"^(?:│ *\d+ │.*|  +\d+ .*|│? *(?:❱|-+>) *\d+(.*))$", re.MULTILINE)
+_LINE = re.compile(
+    r"^$|.{1,9999}", re.MULTILINE
+)  # a hundred patterns search each line, so a longer one is cut into several
 # prefixes of launchers, loggers and Ray: `[rank0]:`, `(Worker pid=7)`, `node1:`, a time, a level
 _PREFIX = re.compile(
     r"^(?:(?:\[[^\]\n]{1,90}\]|\(\w+ (?:pid|ip)=[^)]*\)|\d{2,4}-\d\d[-\d]*T?|\d\d:\d\d:\d\d[\d.,]*Z?|>"
@@ -33,7 +36,9 @@ _KILLED = re.compile(
     r"(?:return code = |exit ?code\W+)-9\b|SIGKILL|[Ss]ignal 9\b|\bKilled(?:\s{2}|$)|OOM.?Killed|oom[-_]kill|Killed process"
     r"|task \d+: Out Of Memory|(?<!\w)OUT_OF_ME"
 )
-_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: Work\wCCL\((.*)\) ran for (\d+) milliseconds")
+_COLLECTIVE = re.compile(
+    r"Watchdog caught collective operation timeout: Work\wCCL\((.*)\) ran for (\d{1,15}) milliseconds"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def find_failure(text: str) -> LoggedFailure | None:
     if re.search(r"❱|^-+> \d", text, re.MULTILINE):
         text = _CODE.sub(r"\1", re.sub("[│╭╮╰╯─]", " ", text))
         text = _PLACE.sub(r'File "\1", line \2, in \3', text)
-    lines = [_PREFIX.sub("", line) for line in text.splitlines()]
+    lines = [_PREFIX.sub("", line) for line in _LINE.findall(text)]
     places: dict[str, int] = {}  # lines that differ in numbers alone repeat what the first says
     for at, line in enumerate(lines):
         if _LINE_WITH_ERROR.search(line):
@@ -92,21 +97,20 @@ def _failure_at(lines: list[str], at: int) -> LoggedFailure | None:
         return LoggedFailure(OutcomeKind.OOM_HOST, line, killed=True, before=before)
     if is_peer_gone(line):
         return None
-    stack = [one for one in _stack_above(lines, at) if one.strip()]
+    stack = [one for one in _stack_above(before) if one.strip()]
     found = classify_text("\n".join([*stack, message]), FailureContext("cuda", MemorySnapshot.of(message)))
     if found is None and not _RAISED.match(line):
         return None
     frames = (
-        " ".join([*filter(None, match.groups()), code.strip()])
+        " ".join([*match.groups(), code.strip()])
         for frame, code in itertools.pairwise([*stack, ""])
         if (match := _FRAME.search(frame))
     )
     return LoggedFailure(found[0] if found else None, message, tuple(frames), before=before)
 
 
-def _stack_above(lines: list[str], at: int) -> list[str]:
-    """Return the lines of the traceback that ends above a line; empty if there is none."""
-    above = lines[max(0, at - _STACK_LINES) : at]
+def _stack_above(above: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the last traceback in the lines above an error; empty if there is none."""
     starts = [i for i, line in enumerate(above) if line.startswith(_HEAD) or _RAISED.match(line)]
     stack = above[starts[-1] :] if starts else above
-    return stack if any(map(_FRAME.search, stack)) else []
+    return stack if any(map(_FRAME.search, stack)) else ()

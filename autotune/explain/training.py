@@ -92,7 +92,7 @@ class Training:
 
 # -- model -------------------------------------------------------------------------------------------------------------
 
-_NOMINAL = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s?b(?!\w)", re.IGNORECASE)
+_NOMINAL = re.compile(r"(?<![\w.])(\d{1,5}(?:\.\d{1,5})?)\s?b(?!\w)", re.IGNORECASE)
 _PARTS = re.compile("[-_/ ]")  # of a name
 
 
@@ -123,9 +123,10 @@ def known_model(name: str, *, typed: bool) -> tuple[ModelSpec | None, int | None
 
 # -- log ---------------------------------------------------------------------------------------------------------------
 
-_NUMBER = r"(\d[\d,_]*)\b(?!\.\d)"
-_RANK = re.compile(r"(?:[Rr]ank ?|local_rank: |\bGPU )(\d+)")
+_NUMBER = r"(\d[\d,_]{0,6})\b(?!\.\d)"  # the tokens of a tokenizer without a limit are 10^30
+_RANK = re.compile(r"(?:[Rr]ank ?|local_rank: |\bGPU )(\d{1,9})\b")
 _LONGEST_CONFIG = 20_000  # characters
+_BRACES = re.compile('[{}]|"zero_optimization"')
 
 
 def read_training(
@@ -166,7 +167,7 @@ def read_training(
 def _said(text: str, fact: str) -> str | None:
     """Return the last group of the last match of a fact's pattern, or None."""
     found = list(re.finditer(data()["facts"][fact], text, re.IGNORECASE))
-    return next(filter(None, found[-1].groups()), found[-1][0]) if found else None
+    return found[-1][found[-1].lastindex or 0] if found else None
 
 
 def _option(text: str, name: str, value: str = _NUMBER) -> str | None:
@@ -178,7 +179,7 @@ def _option(text: str, name: str, value: str = _NUMBER) -> str | None:
 
 def _number(found: str | None) -> int:
     """Return a number, 0 for None."""
-    return int(re.sub(r"[,_]", "", found or "0"))
+    return int(re.sub(r"[,_]", "", found or "0")[:18])
 
 
 def _ranks(text: str) -> int | None:
@@ -194,14 +195,17 @@ def _ranks(text: str) -> int | None:
 
 def _config(text: str) -> dict[str, Any]:
     """Return a DeepSpeed config that a log prints, or what it says of one; empty if it does neither."""
-    for match in re.finditer(r"""['"]zero_optimization['"]""", text):
-        earliest = max(0, match.start() - _LONGEST_CONFIG)
-        start = text.rfind("{", earliest, match.start())
-        while start >= 0:
-            found = _mapping_at(text, start)
-            if "zero_optimization" in found:
-                return found
-            start = text.rfind("{", earliest, start)
+    opened: list[int] = []
+    for match in _BRACES.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}":
+            del opened[-1:]
+        else:
+            with suppress(IndexError, ValueError, RecursionError):
+                found = json.JSONDecoder().raw_decode(text[opened[-1] : opened[-1] + _LONGEST_CONFIG])[0]
+                if isinstance(found.get("zero_optimization"), dict):
+                    return dict(found)
     stage = _option(text, "stage", r"([0-3])\b") or _said(text, "stage by name")
     if not stage:
         return {}
@@ -210,10 +214,3 @@ def _config(text: str) -> dict[str, Any]:
         f"offload_{part}": {"device": "cpu"} for part in ("optimizer", "param") if _said(text, f"offloaded {part}")
     }
     return {"zero_optimization": zero, "fsdp": re.search("fsdp|shard", stage, re.IGNORECASE) is not None}
-
-
-def _mapping_at(text: str, start: int) -> dict[str, Any]:
-    """Return the JSON object that begins there, as DeepSpeed prints its config; empty if there is none."""
-    with suppress(ValueError, RecursionError):
-        return dict(json.JSONDecoder().raw_decode(text, start)[0])
-    return {}

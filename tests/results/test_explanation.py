@@ -113,17 +113,23 @@ def test_the_change_is_what_helped_or_what_the_numbers_prove(number: str, change
     assert explained(number).change.startswith(change)
 
 
+ODD = (
+    f"""batch_size_per_gpu={"9" * 5000} [rank{"9" * 5000}] --model a-{"9" * 5000}b model_max_length={10**30}
+{" " * 10**5}error
+"""
+    + 5000 * '{"zero_optimization": {"x": {\n'
+)
 COMMAND = "torchrun --nproc_per_node=8 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --deepspeed ds_z2.json"
 
 
 def test_a_log_alone_may_tell_model_ranks_and_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Several ranks print at once, with the launcher's prefixes and the codes of a terminal."""
+    """Several ranks print at once, with the launcher's prefixes and the codes of a terminal, below lines of odd content."""
     text = (CASES / "01-LlamaFactory-1221.txt").read_text()
     log = tmp_path / "train.log"
     ranks = text.replace("\n", "\x1b[0m\r\n\x1b[31m2026-03-20T17:39:14.5Z [INFO] node1: [rank3]: ")
-    log.write_text(f"{COMMAND}\n{ranks}\nexits with return code = -9")
+    log.write_text(f"{ODD}{COMMAND}\n{ranks}\nexits with return code = -9", "utf-16")
     code, out, _ = call(monkeypatch, capsys, "explain", str(log))
     assert code == 0
     assert "3.14 GiB = 6.74 B parameters x 4 bytes / 8 ranks" in out
