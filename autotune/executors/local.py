@@ -407,6 +407,7 @@ class LocalSession:
             "cap_bytes": executor.hardware.limit_bytes,
             "seed": executor.seed,
             "threads": executor.threads,
+            "silence_seconds": {"cuda": self._patience * executor.deadlines.step}.get(executor.hardware.device),
             "env": {**executor.hardware.environment, **rank_variables(candidate, job, os.environ)},
             "fault": executor.fault(self._folder.name),
             "ops": list(executor.tried_ops),

@@ -79,6 +79,9 @@ def error_chain(error: BaseException) -> list[BaseException]:
 class BaseRank(ABC):
     """One rank, from its spec to its end. A subclass implements the work in `run`."""
 
+    # Longest time that a collective waits until there is an engine. The parent detects a hanging rank long before.
+    collective_timeout = datetime.timedelta(hours=1)
+
     def __init__(self, channel: Channel, spec: Message) -> None:
         self.channel, self.spec = channel, spec
         self.number: int = spec["rank"]
@@ -128,7 +131,7 @@ class BaseRank(ABC):
         if joins:
             self.join()
         else:
-            self._report_device(self.device)
+            self._report_device()
 
     def join(self, backend: str = "") -> None:
         """Join the process group. Every rank must call this.
@@ -136,12 +139,12 @@ class BaseRank(ABC):
         Args:
             backend: as the script names it. It counts if it adds one for other devices, such as `cpu:gloo,cuda:nccl`.
         """
-        self._join_group(self.own_device, backend)
-        self._report_device(self.own_device)
+        self._join_group(backend)
+        self._report_device()
 
-    def _report_device(self, device: Device) -> None:
+    def _report_device(self) -> None:
         """Apply the device's cap, and report its memory outside the allocator."""
-        if told := device.joined():
+        if told := self.own_device.joined():
             self.channel.send("device", **told)
 
     def _set_environment(self) -> None:
@@ -161,21 +164,25 @@ class BaseRank(ABC):
         os.environ.update(self.spec.get("env", {}))
         os.environ["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")  # a failure then has its cause in the log
 
-    def _join_group(self, device: Device, backend: str) -> None:
-        if f"cuda:{device.backend}" not in backend:
-            backend = device.backend
+    def _join_group(self, backend: str) -> None:
+        own = self.own_device.backend
+        if f"cuda:{own}" not in backend:
+            backend = own
         store = self.rendezvous.store(self.torch, self.collective_timeout)
         self.torch.distributed.init_process_group(
             backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )
         import deepspeed
 
-        deepspeed.init_distributed(dist_backend=device.backend, verbose=False)
+        deepspeed.init_distributed(dist_backend=own, verbose=False)
 
     @property
-    def collective_timeout(self) -> datetime.timedelta:
-        """Longest time that a collective waits for its ranks."""
-        return datetime.timedelta(hours=1)  # the parent detects a hanging rank long before
+    def step_timeout(self) -> datetime.timedelta:
+        """Longest time that a collective of a step waits: the silence after which the parent ends a trial.
+
+        NCCL's watchdog then names the collective in the rank's log.
+        """
+        return datetime.timedelta(0, self.spec.get("silence_seconds") or 3600.0)
 
     @property
     def own_device(self) -> Device:
@@ -184,8 +191,14 @@ class BaseRank(ABC):
         return self.device
 
     def engine_built(self) -> None:
-        """Update overhead and cap of the device once DeepSpeed's communicators have allocated their buffers."""
+        """Update overhead and cap of the device, and the timeout of all groups, once DeepSpeed has made its communicators.
+
+        DeepSpeed's own groups have torch's default of ten minutes with NCCL, whatever the script asks for.
+        """
         self.own_device.engine_built()
+        c10d = self.torch.distributed.distributed_c10d
+        for group in [*c10d._world.pg_map]:
+            c10d._set_pg_timeout(self.step_timeout, group)
 
     # -- messages to the parent --------------------------------------------------------------------------------------
 

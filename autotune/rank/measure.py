@@ -48,7 +48,8 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # handlers of the fork server, not of ranks
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
-    _offer_to_the_kernel()
+    with suppress(OSError):  # on a host OOM the kernel kills a trial's ranks first, so that the tuner can classify it
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     rank = kind(channel, spec)
     try:
         if confined := spec.get("sandbox"):
@@ -81,12 +82,6 @@ def _redirect_output(log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-
-def _offer_to_the_kernel() -> None:
-    """Make the kernel kill a trial's ranks first on a host OOM, so that the tuner survives and can classify it."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 from autotune.problem.outcome import Phase
 from autotune.rank.base import BaseRank
 from autotune.rank.measure import measure_as, run_as
-
-if TYPE_CHECKING:
-    from autotune.rank.devices import Device
 
 ELEMENTS = 16 * 2**20  # fp32 elements; above the limit of every small-message protocol
 
@@ -22,11 +18,11 @@ ELEMENTS = 16 * 2**20  # fp32 elements; above the limit of every small-message p
 class CheckRank(BaseRank):
     """Send `imported` after the imports, and then the rate of an all-reduce as one `measured` message."""
 
-    def _join_group(self, device: Device, backend: str) -> None:
+    def _join_group(self, backend: str) -> None:
         import deepspeed  # noqa: F401  # imported first: rendezvous is timed without it, and a disk may take minutes
 
         self.channel.send("imported")
-        super()._join_group(device, backend)
+        super()._join_group(backend)
 
     def run(self) -> None:
         """Join the process group, all-reduce, and report the rate in GB/s."""

@@ -65,7 +65,11 @@ class TrainRank(BaseRank, TrainingObserver):
         os.chdir(self.job.script.cwd)
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         self.context = context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
-        context.collective_timeout = self.collective_timeout
+        # The longest default timeout of the libraries (accelerate and gloo: 30 minutes). `hooks.process_group` raises it to what
+        # the script asks for.
+        minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+        timeout = datetime.timedelta(minutes=max(30, int(minutes) if minutes.isdigit() else 0))
+        self.collective_timeout = context.collective_timeout = timeout
         context.trace = TraceRecorder(looks_ahead=False)
         context.join = self.join
         hooks.install(context)
@@ -82,12 +86,9 @@ class TrainRank(BaseRank, TrainingObserver):
             self.torch.distributed.destroy_process_group()
 
     @property
-    def collective_timeout(self) -> datetime.timedelta:
-        """Longest default timeout of the libraries (accelerate and gloo: 30 minutes).
-
-        A longer timeout that the script requests raises it (`hooks.process_group`).
-        """
-        return max(datetime.timedelta(minutes=30), deepspeed_timeout())
+    def step_timeout(self) -> datetime.timedelta:
+        """Timeout of all groups of a training, which the script may have raised."""
+        return self.context.collective_timeout
 
     # -- restarting --------------------------------------------------------------------------------------------------
 
@@ -262,12 +263,6 @@ class TrainRank(BaseRank, TrainingObserver):
     def no_engine_found(self) -> None:
         """Report that the script trains without DeepSpeed."""
         self.channel.send("strayed")
-
-
-def deepspeed_timeout() -> datetime.timedelta:
-    """Return the value of DEEPSPEED_TIMEOUT (minutes), or zero if it is not a number."""
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
-    return datetime.timedelta(minutes=int(minutes) if minutes.isdigit() else 0)
 
 
 def train(address: str, number: int) -> Any:

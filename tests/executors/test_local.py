@@ -31,7 +31,6 @@ def test_every_stage_is_measured(bench: Bench, stage: int) -> None:
     outcome = bench.run(make_candidate(stage, 2, 2))
     assert outcome.ok, outcome
     measured = outcome.measurement
-    assert measured is not None
     assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
     assert measured.tokens_per_second == pytest.approx(32 * measured.samples_per_second)
     assert 100 * MIB < measured.peak_bytes < 2000 * MIB
@@ -81,7 +80,6 @@ def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench)
 def test_verification_is_a_certificate(bench: Bench) -> None:
     outcome = bench.run(make_candidate(3, 2, 4), measure_spec=VERIFY)
     assert outcome.ok
-    assert outcome.measurement is not None
     assert not outcome.measurement.extrapolated
     assert outcome.measurement.steps >= VERIFY.min_steps
     assert outcome.measurement.phase_seconds["save"] > 0
@@ -96,7 +94,6 @@ def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None
     candidate = make_candidate(stage, 2, offload_optimizer="cpu" if stage == 3 else "none")
     outcome = bench.run(candidate, measure_spec=RESUME)
     assert outcome.ok, outcome
-    assert outcome.measurement is not None
     assert outcome.measurement.steps == 1
     assert outcome.measurement.phase_seconds["load"] > 0, "by a group that has loaded it"
     folder = Path(outcome.log or "")
@@ -240,7 +237,6 @@ def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
         assert cold.launcher.cold
     assert spawned.ok
     assert spawned.measurement is not None
-    assert forked.measurement is not None
     assert spawned.measurement.peak_bytes == pytest.approx(forked.measurement.peak_bytes, rel=0.15)
 
 

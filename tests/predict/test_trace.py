@@ -160,7 +160,6 @@ def test_a_tracer_that_is_given_up_leaves_nothing_running() -> None:
         "with _children(1) as pool:\n print(pool.apply(os.getpid), flush=True)\n pool.apply(time.sleep, (120,))\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         child = Path("/proc", process.stdout.readline().strip())
         assert child.exists()
         process.kill()
@@ -180,7 +179,6 @@ def test_what_a_tracer_and_its_workers_have_worked_is_counted() -> None:
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         found = tracing._worked_seconds(process.pid)
         os.killpg(process.pid, 9)

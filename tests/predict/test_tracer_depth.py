@@ -100,7 +100,6 @@ def test_the_model_itself_says_which_layers_are_alike(
     if found is None:
         assert got is None
         return
-    assert got is not None
     assert (got.short["num_hidden_layers"], got.longer[0][0]["num_hidden_layers"]) == found
 
 
@@ -127,7 +126,6 @@ def test_sizes_and_switches_tell_layers_apart_and_numbers_that_count_them_do_not
     config = Config(num_hidden_layers=24)
     assert extrapolation(config, numbered(None)) == extrapolation(config)
     by_switch = extrapolation(config, numbered(lambda at: at % 2 == 1))
-    assert by_switch is not None
     assert by_switch.short == {"num_hidden_layers": 2}
     assert by_switch.longer[0][0] == {"num_hidden_layers": 4}
     wider = numbered(None)
@@ -142,7 +140,6 @@ def test_a_model_inside_another_is_run_whole_unless_it_is_the_text() -> None:
     assert extrapolation(seeing) == ({"num_hidden_layers": 2}, [({"num_hidden_layers": 3}, 21.0)])
     seeing.vision_config = Config(deepstack_visual_indexes=[5, 11, 17])
     found = extrapolation(seeing)
-    assert found is not None
     assert found.short == {"num_hidden_layers": 5}, "the first three take features of the image"
 
 
@@ -153,14 +150,11 @@ def test_a_tower_for_images() -> None:
         return Config(get_text_config=lambda: text, text_config=text, vision_config=vision, **more)
 
     clip = extrapolation(seeing(Config(num_hidden_layers=24), vision_feature_layer=-2))
-    assert clip is not None
     assert clip.short == {"num_hidden_layers": 2, "vision_config.num_hidden_layers": 4}, "the last layer is not used"
     chosen = extrapolation(seeing(Config(num_hidden_layers=24), vision_feature_layer=[3, 9]))
-    assert chosen is not None
     assert chosen.short == {"num_hidden_layers": 2}
     windows = seeing(Config(depth=32, fullatt_block_indexes=[7, 15, 23, 31]))
     found = extrapolation(windows)
-    assert found is not None
     assert found.short == {"num_hidden_layers": 2, "vision_config.depth": 8}
     assert found.longer[1] == ({"num_hidden_layers": 2, "vision_config.depth": 16}, 2.0)
     cut = at_depth(seeing(Config(depth=32, fullatt_block_indexes=[7, 15, 23, 31])), {"vision_config.depth": 16})

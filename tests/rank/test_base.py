@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.rank import base
@@ -169,5 +172,20 @@ def test_a_group_has_the_backends_that_the_script_names(
     )
     made.rendezvous = cast(Any, SimpleNamespace(store=lambda torch, timeout: None))
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
-    made._join_group(cast(Any, SimpleNamespace(backend=of_device)), asked)
+    made.device = cast(Any, SimpleNamespace(backend=of_device))
+    made._join_group(asked)
     assert seen == [joined]
+
+
+def test_every_group_of_a_step_waits_as_long_as_the_parent(tmp_path: Path) -> None:
+    """DeepSpeed's own group has torch's default timeout, which is ten minutes with NCCL."""
+    made, _ = rank()
+    made.spec["silence_seconds"], made.torch = 90.0, torch
+    made.device = SimpleNamespace(engine_built=lambda: None)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    deepspeeds = torch.distributed.new_group()
+    made.engine_built()
+    found = deepspeeds._get_backend(torch.device("cpu")).options._timeout
+    torch.distributed.destroy_process_group()
+    assert found == timedelta(seconds=90)

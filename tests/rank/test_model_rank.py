@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.rank import workload
 from autotune.rank.ds_config import trial_config
@@ -41,7 +42,6 @@ def imported_by_an_engine() -> list[str]:
 def test_what_zero_imports_is_there_before_the_fork(in_rank: Callable[..., Any]) -> None:
     """It was torch's compiler, five hundred modules and more than a second of each rank."""
     found = importlib.util.find_spec("deepspeed")
-    assert found is not None
     if not (Path(str(found.origin)).parent / "runtime/zero/muon").exists():
         pytest.skip("this DeepSpeed is older than its Muon")
     imported = in_rank(imported_by_an_engine)
@@ -155,6 +155,7 @@ def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pyte
     """DeepSpeed's communicator takes its buffers while the engine is made, after the group's first collective."""
     done: list[str] = []
     rank = ModelRank.__new__(ModelRank)
+    rank.torch = torch
     rank.spec = {"config": {}, "checkpointing": False}
     rank.job = SimpleNamespace(liger=False, loss="full", compiled=False, torch_alone=False)  # type: ignore[assignment]
     rank.device = SimpleNamespace(  # type: ignore[assignment]

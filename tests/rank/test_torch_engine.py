@@ -35,7 +35,6 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, *, cold: bool = F
         assert rank.exit_status() == 0
     assert all(answer["data_bytes"] > 0 for answer in answers)
     trace = TrainingTrace.merged([answer["trace"] for answer in answers])
-    assert trace is not None
     assert not trace.missing
     return trace
 

@@ -141,7 +141,6 @@ def test_lengths_are_trained(bench: Bench) -> None:
     job = make_job(seq_len=64, lengths=((8, 90), (64, 1)))
     (outcome,) = measure(bench, job, make_candidate(1, 2, 1))
     assert outcome.ok
-    assert outcome.measurement is not None
     assert outcome.measurement.tokens_per_second < 0.2 * 64 * outcome.measurement.samples_per_second
 
 

@@ -25,11 +25,9 @@ def misbehave(channel: Channel | None, what: str, numbers: dict[str, int] | None
     elif word == "exit":
         os._exit(int(rest[0]))
     elif word == "bye":
-        assert channel is not None
         channel.send("bye", code=int(rest[0]))
         os.kill(os.getpid(), getattr(signal, rest[1]))
     elif word == "error":
-        assert channel is not None
         channel.send(
             "error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1, numbers=numbers
         )

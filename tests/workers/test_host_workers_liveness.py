@@ -24,7 +24,6 @@ def running(code: str) -> Iterator[int]:
     up = ["-c", f"print(flush=True)\n{code}"]
     with subprocess.Popen([sys.executable, *up], stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             process.stdout.readline()
             yield process.pid
         finally:

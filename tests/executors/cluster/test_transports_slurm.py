@@ -94,7 +94,6 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
             assert group.start("tests.workers.fake_rank", 2, {}) is WatchEnd.ARRIVED
             agent = psutil.Process(int(cluster.nodes[1].agent.greeting["pid"]))
             step = agent.parent()
-            assert step is not None
             assert step.name() == "slurmstepd"
             step.kill()
             assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED

@@ -208,7 +208,6 @@ def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path:
     )
     words = [sys.executable, "-c", program, str(left_hosts.hostfile()), str(tmp_path)]
     tuner = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
-    assert tuner.stdout is not None
     assert tuner.stdout.readline() == b"up\n"
     assert all(len(host.processes()) >= 2 for host in left_hosts.hosts)
     tuner.kill()
@@ -259,7 +258,6 @@ def test_the_machines_own_test_spans_the_hosts(spread_bench: LocalExecutor) -> N
 def test_every_stage_is_measured_across_two_hosts(spread_bench: LocalExecutor, stage: int) -> None:
     outcome = run(spread_bench, stage, f"stage{stage}")
     assert outcome.ok, outcome
-    assert outcome.measurement is not None
     assert 100 * MIB < outcome.measurement.peak_bytes < 2000 * MIB
     assert outcome.log is not None
     assert (Path(outcome.log) / "rank1.log").exists(), "logs come back"
