@@ -25,7 +25,7 @@ RECORDED, PICTURE = HERE / "run.txt", HERE.parent / "images" / "run.svg"
 # `make run` on a machine without a GPU, for a shorter time
 COMMAND = "autotune run --model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --budget 100s --study demo"
 TUTORIAL = "autotune run --model tiny-llama --device cpu --gpus 2 --budget 60s --study first"
-COLUMNS = 125
+COLUMNS = 130
 COLOURS = [
     (72, 79, 88),
     (255, 123, 114),
