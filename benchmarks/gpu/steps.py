@@ -25,7 +25,7 @@ class Step:
 
 STEPS = (
     Step("facts", 60, 20, 8, "the machine, as a reader needs it to debug the rest from afar", is_first=True),
-    Step("launch", 120, 40, 87, "launch goes on after a true OOM of the GPU", is_first=True),
+    Step("launch", 120, 40, 87, "launch goes on after an OOM at a cap of the allocator", is_first=True),
     Step(
         "study", 235, 190, 143, "autotune run of smollm2-360m, 150 s, to a verified winner", is_first=True, timed=True
     ),

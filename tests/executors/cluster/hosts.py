@@ -108,6 +108,7 @@ class SshHost:
 
     def processes(self) -> list[psutil.Process]:
         """Everything that a login on it has started and that runs."""
+        assert self.process is not None
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in found if _runs(process) and not process.name().startswith("sshd")]
 
