@@ -634,7 +634,7 @@ def train_with(
     options = [options_to_type(job.script, dataclasses.replace(job.script, flags=(), ds_config=None))]
     if nodes > 1:
         options.append(f"--hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}")
-    if python is not None:
+    if python:
         options.append(f"--python {shlex.quote(python)}")
     typed = shlex.join(masked_words(typed_words(job.script)))
     watched = " ".join(["autotune launch", shlex.quote(study), *filter(None, options), "--", typed])

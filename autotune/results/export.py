@@ -33,11 +33,18 @@ from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops, may_skip_parameters
 from autotune.results.output_files import check_out, secrets_note, sibling_path
-from autotune.script.argument_files import own_files
+from autotune.script.argument_files import argument_names, own_files
 from autotune.script.argument_writer import winners_files
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import other_batch
-from autotune.script.script import command, command_names_config, command_sets_all, read_variables, training_command
+from autotune.script.script import (
+    KNOWN_FLAGS,
+    command,
+    command_names_config,
+    command_sets_all,
+    read_variables,
+    training_command,
+)
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -279,9 +286,11 @@ def checkpointed_layers(candidate: Candidate) -> str:
 def without_checkpointing(candidate: Candidate, job: Job) -> str:
     """Describe how to remove activation checkpointing from the script's code.
 
-    Return an empty text if the candidate has checkpointing.
+    Return an empty text if the candidate has checkpointing, or if the typed command switches it on and the winner's off.
     """
-    if not job.profile.checkpointed or candidate.get(CHECKPOINTING) is not False:
+    if job.script is None or not job.profile.checkpointed or candidate.get(CHECKPOINTING) is not False:
+        return ""
+    if {**KNOWN_FLAGS, **dict(job.script.flags)}[CHECKPOINTING] in argument_names(job.script.argv):
         return ""
     if call := job.profile.checkpointing_call:
         return f"where your script's code itself has model.{call}, take it out: it was measured without activation checkpointing"
@@ -294,8 +303,6 @@ def without_checkpointing(candidate: Candidate, job: Job) -> str:
 
 def checkpointing_changes(candidate: Candidate, job: Job, *, carried: bool = False) -> list[str]:
     """Return the changes of activation checkpointing that a training's code needs.
-
-    If the script has it on and the candidate off, the change is always listed: no flag can switch off what the code switches on.
 
     Args:
         carried: the script's command or code switches it on.

@@ -157,7 +157,8 @@ def _known_names(argv: Sequence[str], mapped: dict[str, str]) -> list[tuple[str,
 
 
 def _knob_named(name: str) -> str | None:
-    return _OTHER_NAMES.get(name.lstrip("+-").replace("-", "_").rpartition(".")[2])
+    plain = name.lstrip("+-").replace("-", "_").rpartition(".")[2]
+    return _OTHER_NAMES.get(plain.removeprefix("use_").removeprefix("enable_"))
 
 
 def declared(script: Script) -> list[tuple[str, str]]:

@@ -319,6 +319,7 @@ def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
         (False, True, [], "call model.gradient_checkpointing_enable"),
         (False, True, ["--gradient_checkpointing"], None),
         (True, False, [], "take it out"),
+        (True, False, ["--gradient_checkpointing"], None),
     ],
 )
 def test_checkpointing_that_no_command_carries_is_said(
@@ -326,7 +327,8 @@ def test_checkpointing_that_no_command_carries_is_said(
 ) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     profile = {"loader_prepared": False, "through_arguments": False, "flags": flags, "checkpointed": on}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
+    argv = ("train.py", "ds.json", *flags)
+    script = Script(argv, str(tmp_path), profile=ScriptProfile.from_json(profile))
     candidate = make_candidate(2, 4, activation_checkpointing=winner)
     hints = train_with(candidate, make_job(script=script), "s", tmp_path / "s.json", 5).hints
     assert len(hints) == (says is not None)

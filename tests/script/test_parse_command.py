@@ -70,8 +70,6 @@ def programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program = bin_folder / name
         program.write_text(f"#!{bin_folder}/python3.11\nfrom {name.replace('-', '_')} import main\nmain()\n")
         program.chmod(0o755)
-    (bin_folder / "shell").write_text("#!/bin/sh\ntrue\n")
-    (bin_folder / "shell").chmod(0o755)
     python = bin_folder / "python3.11"
     python.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(python))  # ranks run there
@@ -101,7 +99,6 @@ def test_an_installed_command_is_a_script(programs: Path) -> None:
             ["lmf", "train"],
             "no script lmf: expected a Python file, `-m` and a module, or a command that is installed in ",
         ),
-        (["shell"], "`-- shell …`: a command, no script: give what it starts"),
         (["torchrun", "-m", "nothing.train"], "`-- -m nothing.train …`: no module nothing here, nor in "),
         (["torchrun", "mine"], "no script mine: expected a Python file, or `-m` and a module"),
     ],

@@ -196,6 +196,13 @@ def test_a_flag_is_set_where_it_stands(argv: list[str], flag: str, expected: lis
     assert argv == before, "the list given is not changed"
 
 
+@pytest.mark.parametrize("switch", ["--gradient-checkpointing", "--use_gradient_checkpointing"])
+def test_a_switch_that_the_winner_needs_off_is_off(folder: Path, switch: str) -> None:
+    script = make_script(["train.py", switch, "--lr", "1"], [])
+    words = command(script, make_candidate(2, activation_checkpointing=False), "best.json")
+    assert words == ["train.py", "--lr", "1"]
+
+
 def test_a_name_without_dashes_reaches_the_command(folder: Path) -> None:
     script = make_script(["train.py", "model=big", "++data.bs=8"], ["train_micro_batch_size_per_gpu=data.bs"])
     assert command(script, make_candidate(2, 4), "best.json") == ["train.py", "model=big", "++data.bs=4"]
