@@ -706,7 +706,10 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     attempts = [*_attempts(own, wanted, likely, products.options)]
     attempts += [one for one in _attempts(own, wanted, integers, {}) if one not in attempts]
     sought = " and ".join(f"{_NAMED[knob]} {own[knob]}" for knob in wanted)
-    lines = [] if attempts or not wanted else [f"no flag, variable or value of a file may be its {sought}: none is set"]
+    known = [knob for knob in own if knob not in wanted]
+    lines = [f"{_NAMED[knob]} {own[knob]}: a flag or file of a known name carries it" for knob in known]
+    if wanted and not attempts:
+        lines.append(f"no flag, variable or value of a file may be its {sought}: none is set")
     for options, of_products in attempts:
         if not runs.left:
             lines.append(f"what carries its {sought} was not sought further: no run or time is left")

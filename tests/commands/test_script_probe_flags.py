@@ -236,8 +236,10 @@ def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) ->
     for batch in (lambda now: (4, 1), lambda now: (4, 1 if now == values else 0)):
         executor: Any = Executor(batch, values)
         runs = ShortRuns(executor, 60.0)
-        learnt = flags_found(runs, Script(("train.py",), str(tmp_path), profile=profile), facts)
+        argv = ("train.py", "--gradient_accumulation_steps=1")
+        learnt = flags_found(runs, Script(argv, str(tmp_path), profile=profile), facts)
         assert learnt.keys() == {"attempts"}
+        assert learnt["attempts"][0] == "accumulation 1: a flag or file of a known name carries it"
         assert executor.runs == 2 - runs.left <= 2
 
 
