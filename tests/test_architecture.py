@@ -28,7 +28,6 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob(
 
 def reference() -> ModuleType:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "making" / "reference.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -53,9 +53,7 @@ def test_batches_summed_by_hand_are_counted_and_faulty_stages_left_out(scripts: 
     assert samples(setup.job, own) == 32  # four backwards of four rows on two ranks
     assert "global batch 32" in setup.job.summary
     assert "tokens" not in setup.job.summary
-    assert found.baseline is not None
     measured = found.baseline.measurement
-    assert measured is not None
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(32)
     assert {candidate.stage for candidate in setup.candidates} == {0, 3}
     assert any("only the last backward counts" in note for note in setup.notes)

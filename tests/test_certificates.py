@@ -107,6 +107,5 @@ def test_a_loop_that_counts_iterations_is_told_of_its_length(scripts: Scripts, t
     (line,) = certifier.length_lines(outcome.trace)
     assert line.startswith("`at >= args.iterations` (by_hand.py:")
     assert line.endswith("after 600 optimizer steps instead of 300. Multiply the limit by 0.5")
-    assert found.baseline is not None
     assert found.baseline.trace is not None
     assert certifier.length_lines(found.baseline.trace) == []

@@ -53,7 +53,6 @@ MAKING = ROOT / "docs" / "making"
 def made(name: str) -> Any:
     """A module of docs/making, which is no package: mkdocs loads its hooks by their path."""
     spec = importlib.util.spec_from_file_location(name, MAKING / f"{name}.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

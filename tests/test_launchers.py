@@ -105,7 +105,6 @@ def test_a_command_is_tuned_as_it_is_typed(
     assert probed.script.profile.batch_note == ""
     outcome = scripts.measure(probed, TRIED)
     assert outcome.ok, outcome
-    assert outcome.measurement is not None
     assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(2 * 4 * 3)
     left = {path for path in folder.rglob("*") if not {"cache", "runs"} & set(path.parts)}
     assert left == before, "nothing is left behind"

@@ -28,7 +28,6 @@ WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (GITHUB / "
 
 def release() -> Any:
     spec = importlib.util.spec_from_file_location("release", GITHUB / "release.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -101,7 +101,6 @@ def test_a_script_is_tuned_as_it_is(
     (tmp_path / "ds.json").write_text(json.dumps(config))
     before = entries(tmp_path)
     found = scripts.probe([str(SCRIPTS / f"{name}.py"), *arguments], tmp_path, flags)
-    assert found.baseline is not None
     assert found.baseline.measurement is not None
     seen = found.script.profile
     micro_batch = 4 if name == "accelerated" else 2  # of its own loader
@@ -118,7 +117,6 @@ def test_a_script_is_tuned_as_it_is(
         )
         assert outcome.ok, outcome
         measured = outcome.measurement
-        assert measured is not None
         assert measured.samples_per_second * measured.step_seconds == pytest.approx(2 * micro * accumulation)
     assert entries(tmp_path) == before, "nothing is left behind"
 
@@ -293,7 +291,6 @@ def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: s
     outcome = scripts.measure(found, make_candidate(2, 4, 3))
     assert outcome.ok, outcome
     measured = outcome.measurement
-    assert measured is not None
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(2 * 4 * 3)
 
 
@@ -338,7 +335,6 @@ def test_what_accelerate_makes_of_a_batch(
     for candidate in (own.but(reduce_bucket_size=200_000), *([own.but(train_micro_batch_size_per_gpu=16)] * obeys)):
         outcome = scripts.measure(found, candidate)
         assert outcome.ok, outcome
-        assert outcome.measurement is not None
         samples = outcome.measurement.samples_per_second * outcome.measurement.step_seconds
         assert samples == pytest.approx(2 * candidate.micro_batch * candidate.accumulation)
 
@@ -602,7 +598,6 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     (folder / "ds.json").write_text(json.dumps(AUTO))
     argv = [*LONG_BATCHES, "--per_device_train_batch_size", "4", "--max_steps", "24", "--long_steps", ""]
     baseline = scripts.probe(argv, folder).baseline
-    assert baseline is not None
     assert baseline.peak_bytes is not None
     return baseline.peak_bytes
 
@@ -813,7 +808,6 @@ def test_a_free_batch_is_tried_in_other_sizes_and_still_checked(scripts: Scripts
     assert job_of(found.script, scripts.hardware, None).global_batch_size == 8, "else its own is kept"
     larger = own_candidate(found.script).but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4)
     outcome = scripts.measure(found, larger)
-    assert outcome.measurement is not None
     assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(32)
     assert "its steps are of 32 samples, the script's own of 8: the learning rate" in other_batch(larger, job)
     assert other_batch(own_candidate(found.script), job) == ""

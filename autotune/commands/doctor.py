@@ -162,6 +162,11 @@ def _memory() -> Iterator[Finding]:
         yield Finding("warn", "main memory", found, "offload to the CPU runs out early", "end other programs")
     else:
         yield Finding("good", "main memory", found)
+    yield from shared_memory()
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Yield what is found of /dev/shm."""
     try:
         shared = shutil.disk_usage("/dev/shm")
     except OSError:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autotune.commands.doctor import shared_memory
 from autotune.commands.environment import NAMED_MODEL, TRAINING, check_studys_python, named_nodes, ranks_python
 from autotune.commands.job_file import COMMAND_FILE, job_text
 from autotune.commands.request import Request
@@ -223,6 +224,10 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 def _open(executor: Executor, print_line: Callable[[str], None]) -> None:
     executor.open(print_line)
+    if executor.hardware.device == "cuda" and executor.hardware.count > 1:
+        for one in shared_memory():
+            if one.fix:
+                print_line(f"{one.found}: {one.cost}; {one.fix}")
     executor.check(print_line)
 
 

@@ -73,7 +73,7 @@ def _growth_bytes(total_bytes: int) -> int:
             # the folder's number of links changes with its blocks
             plugged = _plugged_bytes(_MEMORY_BLOCKS, os.stat(_MEMORY_BLOCKS).st_nlink)
     growth = int(plugged * (1 - _PAGE_TABLE_SHARE)) - total_bytes
-    return growth if growth > _LEAST_GROWTH * plugged else 0
+    return growth * (growth > _LEAST_GROWTH * plugged)
 
 
 @functools.lru_cache(maxsize=4)
@@ -132,14 +132,16 @@ def name_of(pid: int) -> str | None:
 
 
 def is_open(file: Path) -> bool:
-    """Check that a visible process of this machine has the file open."""
+    """Check that a visible process of this machine has the file open or mapped."""
     path = os.path.realpath(file)
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    for pid in _pids():
         with suppress(OSError):  # gone, or another user's
-            for descriptor in folder.iterdir():
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
                     if os.readlink(descriptor) == path:
                         return True
+            if path in _text(f"/proc/{pid}/maps"):
+                return True
     return False
 
 

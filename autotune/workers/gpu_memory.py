@@ -216,10 +216,8 @@ class NvmlMeter(Meter):
         with suppress(lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
             mhz = int(lib.nvmlDeviceGetClockInfo(gpu.clock_handle, lib.NVML_CLOCK_SM))
             peaks.clocks.setdefault(gpu.label, []).append(mhz)
-            try:
-                peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
-            except (lib.NVMLError_FunctionNotFound, AttributeError):  # old name of drivers and bindings before R535
-                peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
+            # its name before R535, which all drivers and bindings know
+            peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
 
     # -- after a group -----------------------------------------------------------------------------------------------
 

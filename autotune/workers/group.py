@@ -61,12 +61,11 @@ class WorkerGroup:
         self._hardware, self._policy = hardware, policy
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
 
-        self._store_host = launcher.store_host if isinstance(launcher, MultiHostLaunch) else ""
-        self._hosts: list[HostWorkers] = (
-            launcher.make_workers(meter is not None, print_line)
-            if isinstance(launcher, MultiHostLaunch)
-            else [LocalWorkers(launcher, hardware, meter, print_line)]
-        )
+        self._store_host, self._hosts = "", list[HostWorkers]()
+        if isinstance(launcher, MultiHostLaunch):
+            self._store_host, self._hosts = launcher.store_host, launcher.make_workers(meter is not None, print_line)
+        else:
+            self._hosts = [LocalWorkers(launcher, hardware, meter, print_line)]
         self._rank_pids: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self.errors: list[Message] = []
         self.phase = Phase.START  # phase of the rank that is furthest behind

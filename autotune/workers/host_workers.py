@@ -19,7 +19,7 @@ import psutil
 from autotune.problem.hardware import Hardware
 from autotune.problem.host_memory import host_available_bytes, kernel_oom_kills
 from autotune.util.files import SocketFolder
-from autotune.util.linux import NOTICES, has_signal_handler
+from autotune.util.linux import NOTICES, has_signal_handler, is_open
 from autotune.util.units import MIB
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_memory import make_meter
@@ -33,6 +33,9 @@ from autotune.workers.protocol import MALFORMED, Channel, Message, malformed
 #
 # A group has one `HostWorkers` per machine. `LocalWorkers` serves this machine. For another machine, the
 # same class runs in that machine's agent behind a stream (`executors/cluster`).
+
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class HostWorkers(Protocol):
@@ -153,6 +156,7 @@ class LocalWorkers:
         self._final: dict[int, int] | None = None  # exit statuses at the end: the launcher serves later groups
         self._monitor: MemoryMonitor | None = None
         self._oom_kills = kernel_oom_kills()
+        self._segments = {*SHARED_MEMORY.glob("nccl-*")}  # of others
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -321,6 +325,10 @@ class LocalWorkers:
                 channel.close()
             self._close_listener()
             self._folder.close()
+            for path in {*SHARED_MEMORY.glob("nccl-*")} - self._segments:  # NCCL does not remove those of killed ranks
+                with suppress(OSError):
+                    if path.stat().st_uid == os.getuid() and not is_open(path):
+                        path.unlink()
         if self._meter is not None:
             wait_for_released_memory(self._meter, self._print_line)
 

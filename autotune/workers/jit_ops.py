@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.util.inquiry import version
 from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def _load(name: str, builder: Any, folder: Path, report: ProgressCallback, *, bu
         report(op=name, state=state, going_on=going_on)
         builder.load(verbose=False)
         with suppress(OSError):  # a full disk: the next training asks again
-            _op_file(name, folder).write_text(builder.name, encoding="utf-8")
+            (folder / f"{name}.op").write_text(builder.name, encoding="utf-8")
     return _written_ns(library) != before
 
 
@@ -337,7 +337,7 @@ def own_folder(device: str) -> Path:
         device: `cuda` or `cpu`. DeepSpeed builds some ops differently if no GPU is used.
     """
     python = f"{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    versions = f"torch{_version('torch')}-deepspeed{_version('deepspeed')}"
+    versions = f"torch{version('torch')}-deepspeed{version('deepspeed')}"
     name = f"autotune-py{python}-{versions}{device and '-'}{device}"
     key = hashlib.sha256(json.dumps([name, *_made_with()]).encode()).hexdigest()[:10]
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()  # like torch's `get_default_build_root`
@@ -347,14 +347,9 @@ def own_folder(device: str) -> Path:
 def is_built(builder: str, folder: Path) -> bool:
     """Return True if this builder's op (`CPUAdamBuilder`) seems built in the folder, as far as detectable without torch."""
     with suppress(OSError):
-        op = _op_file(builder, folder).read_text(encoding="utf-8")
+        op = (folder / f"{builder}.op").read_text(encoding="utf-8")
         return is_complete(folder / op / f"{op}.so")
     return False
-
-
-def _op_file(builder: str, folder: Path) -> Path:
-    """Return the file with the name of a builder's op, which is written after its build."""
-    return folder / f"{builder}.op"
 
 
 def is_complete(library: Path) -> bool:
@@ -393,13 +388,6 @@ def _is_incomplete(path: Path) -> bool:
     (sections,) = struct.unpack_from("=Q", header, 0x28)
     each, count = struct.unpack_from("=HH", header, 0x3A)
     return bool(size < sections + each * count)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "-missing"
 
 
 def _made_with() -> list[str]:

@@ -44,7 +44,7 @@ def end_ranks(
     psutil.wait_procs([process for process in started if process.is_running()], timeout=KILL_GRACE_SECONDS)
     for process in (*ranks, *started):  # includes processes and ranks that left their process group
         with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if _runs(process):
                 process.kill()
     until = time.monotonic() + REAP_SECONDS
     while any(status(pid) is None for pid in pids) and time.monotonic() < until:

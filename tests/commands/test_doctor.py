@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands import doctor
+from autotune.commands import doctor, run
 from autotune.problem import host_memory
-from autotune.problem.hardware import detect
+from autotune.problem.hardware import detect, named_hardware
 from autotune.util.interpreter import OWN, interpreter_at
 from autotune.util.linux import MainMemory
 from autotune.util.units import GIB, MIB
@@ -310,3 +310,13 @@ def test_an_environment_without_transformers_can_train_scripts() -> None:
         doctor.judge_libraries({**FACTS, "errors": {"transformers": "No module named 'transformers'"}}, "cuda")
     )
     assert (found["libraries"].level, found["transformers"].level) == ("good", "warn")
+
+
+def test_too_small_a_shared_memory_is_said_before_ranks_of_several_gpus_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=60 * MIB))
+    done: list[object] = []
+    executor = types.SimpleNamespace(open=done.append, check=done.append, hardware=named_hardware("rtx4090", 2))
+    run._open(executor, done.append)
+    assert done[1] == (
+        "60.0 MiB free in /dev/shm: ranks die by SIGBUS or NCCL fails; docker run --shm-size=8g (or --ipc=host)"
+    )

@@ -56,7 +56,6 @@ def test_a_studys_winner_and_what_is_below_it(
     assert given["max_restarts"] == 3
     assert given["silent_seconds"] == 1800
     top = given["ladder"][0]
-    assert store.winner is not None
     assert top.candidate == store.winner.candidate == make_candidate(0, 1)
     assert top.measured
     written = json.loads((tmp_path / "runs/s/s.ladder.json").read_text())

@@ -36,7 +36,6 @@ def test_show_export_and_launch(
     assert call(monkeypatch, capsys, "show", "x")[2].count("there are s") == 1
     assert call(monkeypatch, capsys, "export", "s")[0] == 0
     store = StudyStore.load("s")
-    assert store.winner is not None
     assert ladder_of(store, store.winner.candidate, False)[0].candidate == store.winner.candidate
     assert {path.name for path in Path("runs/s").iterdir()} == {
         *("study.journal", "s.json", "s.meta.json", "s.ladder.json")

@@ -70,10 +70,8 @@ def test_a_training_is_a_trial_of_its_study(folder: Path, monkeypatch: pytest.Mo
     (record,) = recorded(folder, monkeypatch, arguments(), (*WARMUP_SECONDS, 2.0, 1.0, 70.0, 3.0, 2.5))
     assert record.role == TRAINING
     assert (record.candidate.stage, record.candidate.micro_batch, record.candidate.accumulation) == (2, 4, 2)
-    assert record.outcome is not None
     assert record.outcome.seconds == sum(WARMUP_SECONDS) + 78.5
     measured = record.outcome.measurement
-    assert measured is not None
     assert (measured.steps, measured.step_seconds) == (5, 2.5), "the median of those after the warm-up"
     assert measured.samples_per_second == pytest.approx(16 / 2.5)
     assert measured.peak_bytes > 2**20

@@ -76,7 +76,6 @@ def test_a_config_rejected_in_verification_is_not_the_next_best() -> None:
     ]
     records.append(measured(4, VERIFY, 1, 401.0))
     facts = StudyFacts(records, make_job(), detect("cpu", 2), winner=4)
-    assert facts.next_best is not None
     assert facts.next_best.candidate == make_candidate(0, 2)
     assert facts.remarks == {0: "rejected: oom_device: ran out"}
 
@@ -86,16 +85,11 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
     first, second = measured(0, VERIFY, 1, 102.0), measured(1, VERIFY, 2, 98.5)
     again = measured(2, VERIFY, 1, 96.0)
     facts = StudyFacts([first, second, again], make_job(), detect("cpu", 2), winner=2)
-    assert facts.winner is not None
-    assert facts.winner.outcome is not None
-    assert facts.winner.outcome.measurement is not None
     assert facts.winner.outcome.measurement.samples_per_second == pytest.approx(98.95, abs=0.1)
     assert [rival.candidate for rival in facts.tied] == [second.candidate], "the turns differ by more"
     apart = [replace(one, tuner=tuner) for one, tuner in zip((first, second, again), ("a", "a", "b"), strict=True)]
     apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate(apart, 1)]
     facts = StudyFacts(apart, make_job(), detect("cpu", 2), winner=2)
-    assert facts.winner is not None
-    assert facts.winner.outcome is not None
     assert facts.winner.outcome.measurement == again.outcome.measurement if again.outcome else False
 
 
@@ -115,7 +109,6 @@ def test_only_what_one_call_measured_is_compared() -> None:
     beside = replace(measured(3, SEARCH, 1, 25.0), tuner="c", started="1")  # a peer tuner at the same time
     later = replace(apart, started="3")  # its call went on after the peer's trial
     facts = StudyFacts([own, beside, won, later], make_job(), detect("cpu", 2), winner=1)
-    assert facts.own_ratio is not None
     assert facts.own_ratio.times == pytest.approx(25 / 20)
 
 

@@ -37,7 +37,6 @@ def outcomes(draw: st.DrawFn) -> Outcome:
     if draw(st.integers(0, 3)) == 0:
         return draw(st.sampled_from(FAILURES))
     made = measured(draw(st.floats(10, 100)), draw(st.sampled_from((5.0, 10.0, 22.0, 23.5))))
-    assert made.measurement is not None
     spread = draw(st.sampled_from((0.0001, 0.02, 0.3))) * made.measurement.step_seconds
     retries = draw(st.sampled_from((0, 0, 0, 3)))
     return dataclasses.replace(

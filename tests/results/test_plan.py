@@ -90,7 +90,6 @@ def test_no_card_is_advised_in_fewer_gpus_than_it_fits_from(whole: Plan) -> None
         fits_from, advised = (math.prod(map(int, re.findall(r"\d+", cell))) for cell in cells[1:3])
         assert fits_from <= advised, cells
         outlook = best[cells[0].split(" ")[0].rstrip("*")]
-        assert outlook is not None
         assert ("+cpu" in cells[2]) == bool(outlook.prediction.candidate.offloaded)
 
 
@@ -115,7 +114,6 @@ def test_programs_are_told_the_same(whole: Plan) -> None:
 
 def test_an_outlook_without_a_price_or_a_known_card(whole: Plan) -> None:
     outlook = whole.outlook
-    assert outlook is not None
     unknown = dataclasses.replace(outlook, price=None, hardware=dataclasses.replace(outlook.hardware, facts=None))
     assert (unknown.usd, unknown.usd_interval, unknown.usd_per_hour) == (None, None, None)
     assert (unknown.mfu, unknown.mfu_interval) == (None, None)
@@ -168,7 +166,6 @@ def test_a_loss_in_chunks_is_planned_beside_one_with_all_logits() -> None:
     request = Request(model="qwen3-0.6b", gpus=1, seq_len=4096, global_batch_size=8)
     (plan,) = plans(request, ["rtx3090"])
     fastest, whole = plan.best[0], plan.whole_loss
-    assert whole is not None
     assert whole.memory["logits and loss"] == pytest.approx(10 * 151936 * 4096 * whole.candidate.micro_batch, rel=0.02)
     assert fastest.memory["logits and loss"] < 0.5 * whole.memory["logits and loss"]
     assert fastest.samples_per_second > 1.05 * whole.samples_per_second

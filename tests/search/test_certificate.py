@@ -547,7 +547,6 @@ def rank(**changes: Any) -> dict[str, Any]:
 
 def test_ranks_add_rows_and_squares_and_average_losses() -> None:
     merged = TrainingTrace.merged([rank(), rank(loss=4.0, squares=0.0, elements=0)])
-    assert merged is not None
     (found,) = merged.steps
     assert (found.rows, found.digest, found.loss, found.update, found.gradient_norm) == (8, 3.0, 3.0, 2.0, 3.0)
     assert TrainingTrace.merged([rank(), None]) is None
@@ -556,7 +555,6 @@ def test_ranks_add_rows_and_squares_and_average_losses() -> None:
 def test_an_engine_without_steps_keeps_the_place_of_the_next() -> None:
     unstepped = {**rank(), "steps": []}
     merged = TrainingTrace.merged([{**rank(), "auxiliary": [unstepped, rank()]}] * 2)
-    assert merged is not None
     assert [len(one.steps) for one in merged.auxiliary] == [0, 1]
     own = dataclasses.replace(trace(), auxiliary=(merged.auxiliary[0], trace("fp32")))
     again = dataclasses.replace(trace(), auxiliary=(trace(loss=9.0), trace("fp32")))

@@ -158,7 +158,6 @@ def test_workers_repeat_nothing_and_find_what_one_finds(replay_table: ReplayTabl
     assert all(executor.measured for executor in executors)
     assert [executor.opened for executor in executors] == [0, 1, 1], "the first is open already"
     assert result.verified
-    assert result.winner is not None
     assert replay_table.best_step_seconds / replay_table.seconds_per_sample(result.winner.candidate) > 0.95
     spans = sorted((began, ended, one) for e in executors for began, ended, one in e.measured)
     together = [(a, b) for (_, ended, a), (began, _, b) in itertools.pairwise(spans) if began < ended]
@@ -250,10 +249,8 @@ def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> Non
     only = [candidate for candidate in candidates if candidate.family == running[0].family]
     few = Proposer(only, space, Predictor(job, hardware, trace_job(job)))
     first = few.next()
-    assert first is not None
     few.reserve([first.candidate])
     second = few.next()
-    assert second is not None
     assert second.candidate != first.candidate
     few.reserve(only)
     assert few.next() is None

@@ -57,7 +57,6 @@ def test_nothing_is_proposed_twice_and_the_end_has_a_reason(replay_table: Replay
             )
     assert len(seen) == len(set(seen))
     assert len(seen) < 60
-    assert proposer.stopped is not None
     assert proposer.stopped.reason is StopReason.SMALL_GAIN
     best = min(replay_table.seconds_per_sample(c) for c in seen if replay_table.rows[c].kind is OutcomeKind.OK)
     assert replay_table.best_step_seconds / best > 0.97
@@ -111,7 +110,6 @@ def test_rungs_of_one_engine_ascend(replay_table: ReplayTable) -> None:
 
 def test_the_first_proposal_fits(replay_table: ReplayTable) -> None:
     first = make_proposer(replay_table).next()
-    assert first is not None
     assert replay_table.rows[first.candidate].kind is OutcomeKind.OK
 
 
@@ -204,7 +202,6 @@ def test_what_fitted_in_another_space_has_not_failed(replay_table: ReplayTable) 
         assert other not in replay_table.rows
         proposer.observe(other, result(replay_table, candidate))
     proposal = proposer.next()
-    assert proposal is not None
     assert "least memory" not in proposal.note
 
 
@@ -226,7 +223,6 @@ def test_exhaustive_search_goes_on_when_no_gain_is_expected(replay_table: Replay
     proposer, notes = make_proposer(replay_table, exhaustive=True), []
     for _ in range(40):
         proposal = proposer.next()
-        assert proposal is not None
         notes.append(proposal.note)
         proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
     assert "--exhaustive goes on" in notes
@@ -246,7 +242,6 @@ def test_hopeless_candidates_are_counted_and_not_tried_first(replay_table: Repla
 def test_search_ends_if_the_most_gain_per_second_is_not_worthwhile(replay_table: ReplayTable) -> None:
     proposer = make_proposer(replay_table)
     run_to_end(proposer, replay_table)
-    assert proposer.stopped is not None
     assert proposer.stopped.sentence == StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE).sentence
     value, gain = proposer._values(proposer._forecast)
     assert gain[value.argmax()] < WORTHWHILE
@@ -266,7 +261,6 @@ def test_what_measurements_alone_expect_is_tried_though_the_predictor_agrees_wit
     fits = np.ones(len(proposer.candidates))
     proposer.__dict__["_forecast"] = dataclasses.replace(forecast, speed=speed, fits_by_measurements=fits)
     proposal = proposer.next()
-    assert proposal is not None
     assert proposal.candidate == proposer.candidates[fast]
 
 
@@ -275,11 +269,9 @@ def test_many_failures_without_a_fit_leave_the_thriftiest_candidates_only(replay
     for candidate in proposer.candidates[:ENOUGH]:
         proposer.observe(candidate, Outcome(OutcomeKind.CRASH, reason=str(candidate)))
     proposal = proposer.next()
-    assert proposal is not None
     assert proposal.note == "least memory of its stage: nothing has fitted"
     proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
     proposal = proposer.next()
-    assert proposal is not None
     assert "least memory" not in proposal.note
 
 
@@ -326,7 +318,6 @@ def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(
     def first_seconds(budget: float) -> float:
         proposer = make_proposer(replay_table)
         proposal = proposer.next(budget)
-        assert proposal is not None
         forecast, at = proposer._forecast, proposer.candidates.index(proposal.candidate)
         slow_step = forecast.step_seconds * np.exp(forecast.speed.sigma)
         return float(proposer._costs.measuring_seconds(slow_step, proposer._accumulation)[at])
@@ -368,16 +359,13 @@ def test_nothing_is_said_of_untried_candidates_that_are_ruled_out(replay_table: 
     for stop, untried in ((StopReason.BUDGET_USED, True), (StopReason.ALL_TRIED, False)):
         proposer.stopped = stop.stop()
         confidence = proposer.confidence()
-        assert confidence is not None
         assert confidence.untried is untried
 
 
 def test_no_trial_begins_that_is_expected_to_outlast_the_budget(replay_table: ReplayTable) -> None:
     proposer = make_proposer(replay_table)
     first = proposer.next(600.0)
-    assert first is not None
     proposer.observe(first.candidate, result(replay_table, first.candidate))  # its engine took 12 s to start
     assert proposer.next(10.0) is None
-    assert proposer.stopped is not None
     assert proposer.stopped.reason is StopReason.BUDGET_USED
     assert proposer.next(600.0) is not None

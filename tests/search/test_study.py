@@ -131,7 +131,6 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
             assert record.outcome is not None
             proposer.observe(record.candidate, record.outcome)
         proposal = proposer.next()
-        assert proposal is not None
         proposed.append(proposal.candidate)
         store.start(proposal.candidate, SPACE)
     assert proposed[0] == proposed[1], "once may have been anything"
@@ -232,7 +231,6 @@ def test_loading_by_name_and_by_folder(tmp_path: Path) -> None:
     for name in ("s", str(tmp_path / "s")):
         loaded = StudyStore.load(name, runs=tmp_path)
         assert loaded.name == "s"
-        assert loaded.winner is not None
         assert loaded.winner.role == VERIFY
         assert loaded.skips == {"too big": 3}
         assert loaded.versions["torch"]

@@ -80,7 +80,6 @@ def test_it_finds_the_best_soon_and_verifies_it(whole_table: ReplayTable, seed: 
     replay_table = whole_table
     result, executor, store = search(replay_table, 1800, seed)
     assert result.verified
-    assert result.winner is not None
     assert result.winner.role == VERIFY
     assert replay_table.best_step_seconds / replay_table.seconds_per_sample(result.winner.candidate) > 0.95
     first = next(
@@ -299,7 +298,6 @@ def test_a_script_whose_own_config_alone_runs_ends_verified_within_the_budget() 
     store.finish(number, ReplayExecutor(table).session(own, "").measure(own, SEARCH_SPEC, 60.0))
     proposer = Proposer(list(table.rows), space, Predictor(job, hardware, trace_job(job)), exhaustive=True)
     found = Tuner(store, ReplayExecutor(table), proposer, budget_seconds=60.0, spent_seconds=9.0).run()
-    assert found.winner is not None
     assert (found.winner.candidate, found.verified) == (own, True)
     assert found.by_kind[OutcomeKind.OOM_DEVICE.value] >= 2
     assert found.used_seconds <= 60.0
@@ -421,7 +419,6 @@ def test_a_winner_must_go_on_from_a_checkpoint(replay_table: ReplayTable) -> Non
     result, _, store = search(replay_table, 1800, executor=executor)
     assert len(executor.tried) >= 2
     assert result.verified
-    assert result.winner is not None
     assert result.winner.candidate in executor.tried[1:]
     assert result.winner.role == VERIFY, "what one step after loading measured is not its speed"
     again = Resuming(replay_table, lambda candidate: None)
@@ -445,7 +442,6 @@ def test_a_save_that_fails_by_itself_rejects_nobody(replay_table: ReplayTable) -
     executor = Resuming(replay_table, lambda candidate: broken)
     result, _, _ = search(replay_table, 1800, executor=executor)
     assert result.verified
-    assert result.winner is not None
     assert executor.tried == [result.winner.candidate]
 
 
@@ -460,7 +456,6 @@ def test_disk_without_space_for_a_checkpoint_lengthens_no_time_limit(replay_tabl
     executor = Noticing(replay_table, lambda candidate: no_space_outcome(Path("trials/0001-resume")))
     result, _, store = search(replay_table, 1800, executor=executor)
     assert result.verified
-    assert result.winner is not None
     assert executor.tried == [result.winner.candidate]
     search(replay_table, 1800, store=store, executor=executor)  # verifies the winner again
     assert set(patiences) == {1.0}
@@ -564,7 +559,6 @@ def test_verification_that_fails_gives_the_next(replay_table: ReplayTable) -> No
     result, _, _ = search(replay_table, 1800, executor=Fussy(replay_table, lambda count, c: None))
     assert failed
     assert result.verified
-    assert result.winner is not None
     assert result.winner.candidate != failed[0]
 
 
@@ -611,7 +605,6 @@ def test_verification_that_fails_again_and_again_teaches_the_search(replay_table
     executor = Tighter(replay_table, 0.65, fails)
     result, _, _ = search(replay_table, 1800, executor=executor)
     assert result.verified
-    assert result.winner is not None
     assert replay_table.rows[result.winner.candidate].peak_gib <= executor.most_gib
     passing = (
         replay_table.seconds_per_sample(c)
@@ -871,7 +864,6 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(re
     first, _, _ = search(only_best, 900, store=store)
     second, _, _ = search(both, 900, store=store, executor=Faster(both))
     assert first.winner is not None
-    assert second.winner is not None
     assert second.winner.candidate == best
     assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 4, "twice in each call"
 

@@ -78,7 +78,6 @@ FAST = Outcome(OutcomeKind.OK, Phase.STEP, Measurement(1.0, 0.001, 9, 1e4, 1e6, 
 def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(replay_table: ReplayTable) -> None:
     executor = Torch(replay_table, FAST)
     result, store = search(executor, 900)
-    assert result.winner is not None
     winner = result.winner.candidate
     assert [one.stage for one in executor.tried] == [0, 3]
     for one in executor.tried:
@@ -88,7 +87,6 @@ def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(rep
     assert [one.candidate for one in store.references] == executor.tried
     assert not any(record.role == REFERENCE for record in store.records()), "they are no candidates"
     facts = store.facts()
-    assert facts.winner is not None
     assert facts.winner.candidate == winner, "a reference never wins"
     assert [one.wins for one in facts.references] == [True, True]
 

@@ -245,11 +245,7 @@ def test_clocks_and_what_limits_them(driver: Driver, card: Card) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "mhz", "limits"),
-    [
-        (["nvmlDeviceGetClockInfo"], None, []),
-        (["nvmlDeviceGetCurrentClocksEventReasons"], 1900, ["power cap"]),  # a driver before R535
-        (["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"], 1900, []),
-    ],
+    [(["nvmlDeviceGetClockInfo"], None, []), (["nvmlDeviceGetCurrentClocksThrottleReasons"], 1900, [])],
 )
 def test_a_driver_that_tells_less_of_clocks(
     driver: Driver, card: Card, missing: list[str], mhz: int | None, limits: list[str]

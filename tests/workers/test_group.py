@@ -22,7 +22,8 @@ from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import OutcomeKind, Phase
-from autotune.workers import launchers, process_tree
+from autotune.util.linux import is_open
+from autotune.workers import host_workers, launchers, process_tree
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.gpu_memory import make_meter
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
@@ -254,6 +255,20 @@ def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what
     for process in left:
         process.kill()
     wait_until(lambda: fakes.left() == [], "the workers' end")
+
+
+def test_shared_memory_that_killed_ranks_left_is_removed(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL's files; not those of others, which were there before or are in use."""
+    monkeypatch.setattr(host_workers, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "nccl-before").touch()
+    group, _ = fakes.run(policy())
+    (tmp_path / "nccl-left").touch()
+    with (tmp_path / "nccl-used").open("w"):
+        group.end()
+    assert {path.name for path in tmp_path.glob("nccl-*")} == {"nccl-before", "nccl-used"}
+    assert is_open(Path(psutil._psutil_linux.__file__)), "mapped, though no descriptor is left"
 
 
 @pytest.mark.few(1)
