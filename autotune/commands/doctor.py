@@ -392,9 +392,9 @@ def _known_faults(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
         if not fault.harmless
     ]
     if named:
-        fix = "avoid them; `autotune run` leaves out those that it can see"
-        what, found = f"faults of deepspeed {dotted(deepspeed)}", f"{len(named)} settings train wrongly"
-        yield Finding("warn", what, found, "; ".join(named), fix)
+        fix = "avoid them; `autotune run` leaves them out where it sees their conditions"
+        what, cost = f"faults of deepspeed {dotted(deepspeed)}", "a wrong update, or none"
+        yield Finding("warn", what, "; ".join(named), cost, fix)
 
 
 def judge_toolkit(facts: dict[str, Any]) -> Finding:

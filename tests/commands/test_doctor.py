@@ -144,7 +144,7 @@ def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
     assert (good.level, found.level) == ("good", "warn")
     assert "1.0.0 is newer" in found.cost
     faults = by_name(doctor.judge_libraries(FACTS, "cuda"))["faults of deepspeed 0.19.8"]
-    assert faults.cost.startswith("stage 0 in fp16; ")
+    assert faults.found.startswith("stage 0 in fp16; ")
 
 
 @pytest.mark.timeout(300)  # the compiler holds the output open for longer
