@@ -98,11 +98,11 @@ _SHELL = re.compile(r"(.*[/ ])?(ba|da|z)?sh( .*)?")
 def _of_shell(line: CommandLine) -> Sequence[str]:
     """Return the words after the shell if the line starts a shell script; empty otherwise."""
     name = "".join(line.target[:1])
-    if line.kind or not name:
+    if line.kind:
         return ()
     if _SHELL.fullmatch(name):
         return line.target[1:]
-    ours = os.path.isfile(name) and (name.endswith((".sh", ".bash")) or _SHELL.fullmatch(shebang(name)))
+    ours = os.path.isfile(name) and (name.endswith(".sh") or _SHELL.fullmatch(shebang(name)))
     return line.target if ours else ()
 
 
@@ -121,9 +121,8 @@ def _target(line: CommandLine, interpreter: Interpreter) -> tuple[tuple[str, ...
     path = Path(argv[0])
     if os.path.isfile(path):
         with path.open("rb") as file:
-            start = file.read(4096)
-        if b"\0" in start:
-            raise UserError(f"{argv[0]} is no Python script: give the training's .py file")
+            if b"\0" in file.read(4096):
+                raise UserError(f"{argv[0]} is no Python script: give the training's .py file")
         return argv, None
     if line.python or path.suffix == ".py" or "/" in argv[0]:
         raise UserError(f"no script {argv[0]}: expected a Python file, or `-m` and a module")

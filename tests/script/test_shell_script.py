@@ -101,7 +101,7 @@ def test_the_training_has_the_variables_that_the_script_sets(folder: Path) -> No
 @pytest.mark.parametrize(
     ("name", "first", "target"),
     [
-        ("train.bash", "", "train.py"),
+        ("launch.sh", "", "train.py"),
         ("train", "#!/usr/bin/env -S bash -e", "train.py"),
         ("train", "#! /bin/sh", "train.py"),
         ("train", "#!/usr/bin/env python3", "./train"),
