@@ -89,7 +89,7 @@ def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, and the GPUs needed. Nothing is run."""
     begin("reading the model and the cards", request.as_json)
     from autotune.commands.plan import plans
-    from autotune.results.plan import fit_surely, plans_json, show_plans, write_config
+    from autotune.results.plan import fit_surely, plans_json, show_plans
     from autotune.results.tables import console
 
     names = [one.strip() for one in request.gpu.split(",")] if request.gpu else [None]
@@ -98,8 +98,6 @@ def plan(request: Request) -> None:
         emit(plans_json(found, request.whole))
     else:
         show_plans(found, console(), request.whole)
-    for path in write_config(found, request.out) if request.out else []:
-        print_line(f"wrote {path}")
     if not fit_surely(found, request.sure):
         raise typer.Exit(ExitCode.NOTHING_FITS)
 

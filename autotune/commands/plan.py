@@ -34,7 +34,8 @@ from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
-from autotune.results.plan import CardPlan, Outlook, Plan, WayPlan
+from autotune.results.output_files import check_out
+from autotune.results.plan import CardPlan, Outlook, Plan, WayPlan, write_config
 from autotune.search.sampler import FeasibleSampler
 
 
@@ -43,12 +44,18 @@ def plans(
 ) -> list[Plan]:
     """Return a plan for each named GPU; None is the machine's own. A single plan also covers other machines.
 
+    The config of a single plan is written to the request's file.
+
     Args:
         print_line: receives lines for display.
 
     Raises:
         UserError: bad input.
     """
+    if request.out is not None:
+        check_out(request.out, ".json", makes_folders=True)
+        if len(gpus) > 1:
+            raise UserError("--out takes the config of one GPU. Name one with --gpu.")
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     # without torch the plan is less exact
@@ -60,6 +67,9 @@ def plans(
         predictor = traced_predictor(setup.job, setup.hardware, trace, widened=True)
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
+    if request.out is not None and made[0].best:
+        write_config(made[0], request.out)
+        print_line(f"wrote {request.out}")
     return made
 
 
@@ -185,7 +195,7 @@ MOST_SHOWN = 5  # fastest configs of a plan
 def _whole_loss(predictor: Predictor, candidates: list[Candidate], table: Table) -> Prediction | None:
     """Return the fastest config that makes all logits, or None if none fits."""
     fitting = (candidates[i] for i in predictor.ranked(table))
-    found = next((one for one in fitting if one.get(LOSS, FULL) == FULL), None)
+    found = next((one for one in fitting if one.get(LOSS, predictor.job.loss) == FULL), None)
     return None if found is None else predictor.predict(found)
 
 

@@ -13,7 +13,6 @@ from rich.console import Console, JustifyMethod
 from rich.table import Column, Table
 from rich.text import Text
 
-from autotune.errors import UserError
 from autotune.masking import masked_data
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
@@ -24,7 +23,6 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO
 from autotune.results.console import config_sentence, sync_note
-from autotune.results.output_files import check_out
 from autotune.results.tables import DataTable
 from autotune.util.files import write_atomically
 from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd, parse_share
@@ -376,20 +374,10 @@ def fit_surely(made: Sequence[Plan], sure: str) -> bool:
     return any(one.best[0].chance >= parse_share(sure) for one in made if one.best)
 
 
-def write_config(made: Sequence[Plan], out: Path) -> list[Path]:
-    """Write the DeepSpeed config of a plan's answer, and return the written files: none if nothing fits.
-
-    Raises:
-        UserError: there are several plans, or the file cannot be written.
-    """
-    check_out(out, ".json", makes_folders=True)
-    if len(made) > 1:
-        raise UserError("--out takes the config of one GPU. Name one with --gpu.")
-    if not made[0].best:
-        return []
-    config = made[0].best[0].candidate.ds_config(made[0].job)
+def write_config(plan: Plan, out: Path) -> None:
+    """Write the DeepSpeed config of a plan's answer."""
+    config = plan.best[0].candidate.ds_config(plan.job)
     write_atomically(out, json.dumps(masked_data(config), indent=2) + "\n")
-    return [out]
 
 
 def plans_json(made: Sequence[Plan], whole: bool) -> dict[str, Any]:
@@ -596,7 +584,7 @@ def limits(one: Prediction) -> str:
 def loss_line(plan: Plan) -> str:
     """Describe how the fastest config's loss is computed, and what remains if a training makes all logits."""
     whole, fastest = plan.whole_loss, plan.best[0]
-    then = "nothing fits"
+    then = "no config of the space fits"
     if whole is not None:
         ratio = whole.samples_per_second / fastest.samples_per_second
         then = f"{knobs_text(whole.candidate)}: {token_speed(whole, plan.job)}, {ratio:.2f}x the speed"

@@ -174,6 +174,8 @@ def test_a_loss_in_chunks_is_planned_beside_one_with_all_logits() -> None:
         "in chunks, in a script by TRL's chunked loss or Liger's fused_linear_cross_entropy; with all logits z" in text
     )
     assert plan.to_json(whole=True)["fastest_with_all_logits"]["peak_bytes"] == round(whole.peak_bytes)
+    (typed,) = plans(request.model_copy(update={"loss": "chunked"}), ["rtx3090"])
+    assert typed.whole_loss is None
 
 
 @pytest.mark.parametrize(("gather", "stage"), [(True, 3), (False, 3), (True, 2)])
