@@ -294,8 +294,7 @@ class Proposer:
         if confidence is not None and confidence.left_share > MOST_LEFT:
             return Proposal(self.candidates[best], f"{confidence.sentence}: not sure enough to end")
         if self.exhaustive:
-            rungs = self._available & np.isfinite(value) & (self._family == self._family[best])
-            return Proposal(self._lowest(rungs), "--exhaustive goes on")
+            return Proposal(self.candidates[best], "--exhaustive goes on")
         return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE)
 
     def next_rung(self, current: Candidate) -> Proposal | None:
@@ -312,19 +311,10 @@ class Proposer:
         if not rungs.any() or self._best is None:
             return None
         value, gain = self._values(self._forecast, alive=rungs)
-        of_rungs = np.where(rungs, value, -np.inf)
-        best = int(of_rungs.argmax())
-        if not np.isfinite(of_rungs[best]):
-            return None
-        if self.exhaustive and gain[value.argmax()] < WORTHWHILE:
-            return Proposal(self._lowest(np.isfinite(of_rungs)), "--exhaustive goes on in the same engine")
-        if gain[best] < WORTHWHILE or of_rungs[best] < value.max():
+        best = int(value.argmax())
+        if not rungs[best] or not np.isfinite(value[best]) or (gain[best] < WORTHWHILE and not self.exhaustive):
             return None
         return Proposal(self.candidates[best], f"same engine, expected gain {format_percent(math.expm1(gain[best]))}")
-
-    def _lowest(self, among: Flags) -> Candidate:
-        rungs = [self.candidates[i] for i in np.flatnonzero(among)]
-        return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
 
     def _last_resort(self) -> Proposal | Stop:
         """Return the fallback candidate with the lowest memory.
@@ -483,9 +473,8 @@ class Costs:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._starts: list[tuple[int, float]] = []  # (stage, seconds)
-        self._longest_start = 0.0
+        self._longest_start = 0.0  # seconds, also of a start that a tuner's time limit ended
         self._most_step = MOST_STEP_SECONDS
-        self._slow_start = 0.0  # seconds; longest start that a tuner's time limit ended
 
     def observe(self, outcome: Outcome, stage: int) -> None:
         """Record the duration of an attributable trial."""
@@ -500,7 +489,7 @@ class Costs:
     def note_slow_start(self, outcome: Outcome) -> None:
         """Raise the start limit of all candidates after a tuner's time limit ended a start."""
         if outcome.phase in (Phase.START, Phase.INIT) and outcome.source is Source.LIMIT:
-            self._slow_start = max(self._slow_start, outcome.seconds)
+            self._longest_start = max(self._longest_start, outcome.seconds)
 
     @property
     def started(self) -> bool:
@@ -530,8 +519,5 @@ class Costs:
             patience: factor on the usual limit.
         """
         measuring = 12 * min(step_seconds, self._most_step) + 30.0
-        longest = self._longest_start if self._starts else STARTUP_SECONDS
-        starting = 4 * longest + size_seconds(self._job, candidate)
-        usual = patience * (starting + measuring)
-        # an ended start gives only a lower bound of the start time
-        return max(usual, 3 * self._slow_start + measuring if self._slow_start else 0.0)
+        starting = 4 * (self._longest_start or STARTUP_SECONDS) + size_seconds(self._job, candidate)
+        return patience * (starting + measuring)
