@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,19 +27,8 @@ from autotune.problem.knobs import FIRST_ORDER
 
 # -- knobs -------------------------------------------------------------------------------------------------------------
 
-# Standard deviation of measured minus predicted effects of turning one knob, as logarithms of speed. Source: all pairs of
-# measured candidates in searches of the recorded tables.
-EFFECT_SIGMA = {
-    "activation_checkpointing": 0.09,
-    "gradient_accumulation_steps": 0.08,
-    "offload_optimizer": 0.08,
-    "offload_param": 0.10,
-    "overlap_comm": 0.10,
-    "reduce_bucket_size": 0.06,
-    "train_micro_batch_size_per_gpu": 0.15,
-    "zero_stage": 0.12,
-}
-OTHER_SIGMA = 0.06  # of a knob that no recorded table has
+KNOB_SIGMA = 0.1  # standard deviation of measured minus predicted effects of turning one knob, as logarithms of speed
+SECOND_ORDER = 0.2  # factor on the standard deviations of second-order knobs
 ALIKE = 0.35  # correlation of effects that depend on other knobs, between two values of one knob
 _MISSING = -50.0  # stands for the logarithm of a size that a candidate lacks; far from all others
 
@@ -49,59 +37,57 @@ class KnobKernel:
     """Covariances between candidates of an error in the logarithm of a speed, at amplitude 1.
 
     Each knob has an additive effect. Further effects depend on several knobs, and together vary as much as all single ones.
-    Sizes of one knob are alike if their ratio is small, and values of a choice are not.
+    Those of first-order knobs do not depend on others. Sizes of one knob are alike if their ratio is small, and values of a
+    choice are not.
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         names = sorted({name for candidate in candidates for name, _ in candidate.knobs})
-        columns = [(name, [candidate.get(name) for candidate in candidates]) for name in names]
-        self._knobs = [_Knob.of(name, values) for name, values in columns if len(set(values)) > 1]
+        columns = {name: [candidate.get(name) for candidate in candidates] for name in names}
+        varying = {name: _Knob.of(name, values) for name, values in columns.items() if len(set(values)) > 1}
+        first = [knob for name, knob in varying.items() if name in FIRST_ORDER]
+        second = [knob for name, knob in varying.items() if name not in FIRST_ORDER]
+        self._orders = [(KNOB_SIGMA**2, first), ((SECOND_ORDER * KNOB_SIGMA) ** 2, second)]
         self._count = len(candidates)
         self._columns: dict[int, Floats] = {}
-        self._variance = np.zeros(2)  # of all effects of single knobs, by order
-        for knob in self._knobs:
-            self._variance[knob.order] += knob.variance
 
     @property
-    def variances(self) -> Floats:
-        """Return the variance of a candidate's error by first-order and by second-order knobs, (2,)."""
-        return np.asarray(2 * self._variance)
+    def variance(self) -> float:
+        """Return the variance of a candidate's error."""
+        return 2 * sum(variance * len(knobs) for variance, knobs in self._orders)
 
     def covariances(self, places: Sequence[int]) -> Floats:
-        """Return the covariances of all candidates with those at these places, (2, n, places), for either order."""
+        """Return the covariances of all candidates with those at these places, (n, places)."""
         if not places:
-            return np.zeros((2, self._count, 0))
+            return np.zeros((self._count, 0))
         return np.stack([self._column(place) for place in places], axis=-1)
 
     def _column(self, place: int) -> Floats:
         if place not in self._columns:
-            single, joint = np.zeros((2, self._count)), np.ones((2, self._count))
-            for knob in self._knobs:
-                alike = knob.likeness(place)
-                single[knob.order] += knob.variance * alike
-                joint[knob.order] *= ALIKE + (1 - ALIKE) * alike
-            joint[1] *= joint[0]
-            self._columns[place] = single + self._variance[:, None] * joint
+            found, joint = np.zeros(self._count), np.ones(self._count)
+            for variance, knobs in self._orders:
+                for knob in knobs:
+                    alike = knob.likeness(place)
+                    found += variance * alike
+                    joint *= ALIKE + (1 - ALIKE) * alike
+                found += variance * len(knobs) * joint
+            self._columns[place] = found
         return self._columns[place]
 
 
 @dataclass(frozen=True)
 class _Knob:
-    order: int  # 0 for first-order knobs, 1 for others
     is_size: bool
     codes: Floats  # (n,) log2 of a size, or the number of a choice
-    variance: float
 
     @classmethod
     def of(cls, name: str, values: Sequence[Value | None]) -> _Knob:
-        order = 0 if name in FIRST_ORDER else 1
-        variance = EFFECT_SIGMA.get(name, OTHER_SIGMA) ** 2
         given = [value for value in values if value is not None]
         if name != "zero_stage" and all(_is_number(value) for value in given):
             logs = [_MISSING if value is None else math.log2(max(float(value), 1e-9)) for value in values]
-            return cls(order, True, np.array(logs), variance)
+            return cls(True, np.array(logs))
         _, codes = np.unique([str(value) for value in values], return_inverse=True)
-        return cls(order, False, codes.astype(np.float64), variance)
+        return cls(False, codes.astype(np.float64))
 
     def likeness(self, place: int) -> Floats:
         """Return the correlation of each candidate's effect of the knob with that at a place, (n,)."""
@@ -118,14 +104,12 @@ def _is_number(value: Value) -> bool:
 # -- one quantity ------------------------------------------------------------------------------------------------------
 
 AMPLITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # factors on the standard deviations of effects
-SECOND_ORDER = (0.1, 0.3, 1.0)  # further factors on those of second-order knobs
 TRUSTED = 0.9  # prior probability of the predictor's explanation
 PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's log-normal prior, with a sigma of 1
 OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
 CALL_SIGMA = 0.3  # of the change of a machine's speed between two calls, as a logarithm
 # latest measurements; older ones add little information and much time (`benchmarks/search/proposer.py`)
 MOST_POINTS = 64
-_LEAST_WEIGHT = 1e-4  # relative to the likeliest explanation of its kind; those with less are left out
 
 
 @dataclass(frozen=True)
@@ -215,23 +199,16 @@ def explain(
         explanations.append((average, 1 - trusted, ALONE_AMPLITUDE, UNKNOWN_SIGMA**2))
     log_weights, means, sigmas, predicts = [], [], [], []
     for prior_mean, prior, usual, offset in explanations:
-        found = []
-        for amplitude, second in itertools.product(AMPLITUDES, SECOND_ORDER):
-            shares = (amplitude * scale) ** 2 * np.array([1.0, second**2])
-            of_points = np.einsum("o,onm->nm", shares, covariances[:, places]) + offset + noise
+        for amplitude in AMPLITUDES:
+            share = (amplitude * scale) ** 2
+            of_points = share * covariances[places] + offset + noise
             inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
             residual = inverse @ (values - prior_mean[places])
-            unusual = math.log(amplitude / usual) ** 2 + math.log(second / SECOND_ORDER[1]) ** 2
             likelihood = float(np.log(inverse.diagonal()).sum() - 0.5 * residual @ residual)
-            found.append((likelihood + math.log(prior) - 0.5 * unusual, shares, inverse, residual))
-        least = max(one[0] for one in found) + math.log(_LEAST_WEIGHT)
-        for log_weight, shares, inverse, residual in found:
-            if log_weight < least:
-                continue
-            known = inverse @ (np.einsum("o,onm->mn", shares, covariances[:, at]) + offset)
-            log_weights.append(log_weight)
+            log_weights.append(likelihood + math.log(prior) - 0.5 * math.log(amplitude / usual) ** 2)
+            known = inverse @ (share * covariances[at].T + offset)
             means.append(prior_mean[at] + residual @ known)
-            variance = float(shares @ kernel.variances) + offset
+            variance = share * kernel.variance + offset
             sigmas.append(np.sqrt(np.maximum(variance - (known**2).sum(0), 1e-6)))
             predicts.append(prior_mean is predicted)
     return Mixture(np.array(log_weights), np.array(means), np.array(sigmas), np.array(predicts))

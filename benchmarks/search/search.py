@@ -1,7 +1,7 @@
 """How soon a search finds the best: `python benchmarks/search/search.py [--landscapes DIR…] [--seeds 20] [--json FILE]`.
 
 `--left-out` sets what the recorded tables have set without the table that is searched: how much longer steps of stages 1 to 3
-take than predicted on CPU ranks (tables of the same model are left out too), and how wrong predicted effects of knobs are.
+take than predicted on CPU ranks (tables of the same model are left out too).
 
 `--trials FILE` also writes each trial of each run. Tests compare these sequences byte for byte (tests/golden), so they read
 the models' traces with `--traces FILE`: what another torch traces does not change them.
@@ -15,7 +15,6 @@ follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, fi
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -25,7 +24,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,17 +31,14 @@ from unittest import mock
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-import numpy as np
 import optuna
 
 from autotune.executors.base import SEARCH, MeasureSpec
 from autotune.predict import calibration
-from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.search.belief import EFFECT_SIGMA
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.util.units import parse_duration
@@ -92,7 +87,6 @@ def autotune(
         "ended": result.stop_sentence,
         "used": result.used_seconds,
         "bounds": bounds,
-        "effect_errors": effect_errors(replay_table, predictor),
         "sequence": sequence(executor),
     }
 
@@ -111,20 +105,6 @@ def note_bound(bounds: dict[str, tuple[float, float]], stop: str, tuner: Tuner, 
     untried = [one for one, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and one not in tried]
     least = min(map(replay_table.seconds_per_sample, untried), default=math.inf)
     bounds[stop] = (confidence.left_share, replay_table.seconds_per_sample(best) / least - 1)
-
-
-def effect_errors(replay_table: ReplayTable, predictor: Predictor) -> dict[str, list[float]]:
-    """Recorded minus predicted effects of single knobs on the log speed, over all pairs of the table, by knob."""
-    ran = [one for one, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
-    predicted = np.log(predictor.table(ran).samples)
-    recorded = -np.log([replay_table.seconds_per_sample(one) for one in ran])
-    errors: dict[str, list[float]] = {}
-    for (i, one), (j, other) in itertools.combinations(enumerate(ran), 2):
-        knobs = {name for name, _ in set(one.knobs) ^ set(other.knobs)}
-        if len(knobs) == 1 and len(one.knobs) == len(other.knobs):
-            error = (recorded[j] - recorded[i]) - (predicted[j] - predicted[i])
-            errors.setdefault(knobs.pop(), []).append(float(error))
-    return errors
 
 
 def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
@@ -175,27 +155,20 @@ def judge(replay_table: ReplayTable, executor: ReplayExecutor, budget: float) ->
     return found
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What recorded tables have set: by default what the package has."""
-
-    stages: Mapping[str, calibration.Prior] = field(default_factory=dict)
-    effect_sigmas: Mapping[str, float] = field(default_factory=lambda: EFFECT_SIGMA)
+Stages = Mapping[str, calibration.Prior]  # how much longer steps of later stages take than predicted, on CPU ranks
 
 
-def left_out(tables: list[Path], budget: float, traces: Path | None) -> dict[Path, Settings]:
+def left_out(tables: list[Path]) -> dict[Path, Stages]:
     """Each table's settings, from the other tables alone."""
     stage_rows = [row for path in tables for row in cpu_ranks.rows_of(path.with_name(f"{table_name(path)}.json"))]
-    errors = {path: one((path, "autotune", 0, budget, False), traces)["effect_errors"] for path in tables}
-    found = {}
+    found: dict[Path, Stages] = {}
     for path in tables:
         mine = cpu_ranks.model({"table": table_name(path)})
         longer: dict[str, list[float]] = {f"stage{stage}": [] for stage in (1, 2, 3)}
         for row in stage_rows:
             if cpu_ranks.model(row) != mine:
                 longer[f"stage{row['stage']}"].append(float(row["longer"].mean()))
-        stages = {stage: believed(values) for stage, values in longer.items()}
-        found[path] = Settings(stages, sigmas([errors[other] for other in tables if other != path]))
+        found[path] = {stage: believed(values) for stage, values in longer.items()}
     return found
 
 
@@ -205,26 +178,15 @@ def believed(longer: list[float]) -> calibration.Prior:
     return calibration.Prior(mean, statistics.stdev(longer) if len(longer) > 1 else 0.3)
 
 
-def sigmas(errors: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Root mean squares of the errors of predicted effects, by knob."""
-    knobs = sorted({knob for of_table in errors for knob in of_table})
-    every = {knob: [error for of_table in errors for error in of_table.get(knob, ())] for knob in knobs}
-    return {knob: math.sqrt(statistics.fmean(error**2 for error in found)) for knob, found in every.items() if found}
-
-
 def one(
-    task: tuple[Path, str, int, float, bool],
-    traces: Path | None = None,
-    settings: Mapping[Path, Settings] | None = None,
+    task: tuple[Path, str, int, float, bool], traces: Path | None = None, settings: Mapping[Path, Stages] | None = None
 ) -> dict[str, Any]:
     path, strategy, seed, budget, until_found = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     replay_table = load_replay_table(path)
     if strategy in ABLATIONS:
-        own = (settings or {}).get(path, Settings())
-        sigmas = mock.patch.dict(EFFECT_SIGMA, own.effect_sigmas, clear=True)
-        with mock.patch.dict(calibration._CPU_QUIRKS, own.stages), sigmas:
+        with mock.patch.dict(calibration._CPU_QUIRKS, (settings or {}).get(path, {})):
             return autotune(replay_table, traced(replay_table, traces), seed, budget, strategy, until_found)
     return baseline(replay_table, seed, budget, BASELINES[strategy])
 
@@ -311,10 +273,9 @@ def times_fewer(rows: list[dict[str, Any]]) -> float | None:
     return statistics.geometric_mean(ratios) if ratios else None
 
 
-def shown(path: Path, settings: Settings) -> dict[str, Any]:
-    stages = {stage: f"{prior.mean:.2f} ± {prior.sigma:.2f}" for stage, prior in settings.stages.items()}
-    effects = {knob: round(sigma, 3) for knob, sigma in settings.effect_sigmas.items()}
-    return {"left out": table_name(path), **stages, **effects}
+def shown(path: Path, settings: Stages) -> dict[str, Any]:
+    stages = {stage: f"{prior.mean:.2f} ± {prior.sigma:.2f}" for stage, prior in settings.items()}
+    return {"left out": table_name(path), **stages}
 
 
 def bounds_held(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -385,7 +346,7 @@ def main() -> None:
         for s in strategies
         for seed in range(arguments.seeds)
     ]
-    settings = left_out(tables, budget, arguments.traces) if arguments.left_out else {}
+    settings = left_out(tables) if arguments.left_out else {}
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         runs = pool.map(functools.partial(one, traces=arguments.traces, settings=settings), tasks, chunksize=1)
     rows = []
