@@ -52,7 +52,7 @@ def plans(
     Raises:
         UserError: bad input.
     """
-    if request.out is not None:
+    if request.out:
         check_out(request.out, ".json", makes_folders=True)
         if len(gpus) > 1:
             raise UserError("--out takes the config of one GPU. Name one with --gpu.")
@@ -67,7 +67,7 @@ def plans(
         predictor = traced_predictor(setup.job, setup.hardware, trace, widened=True)
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
-    if request.out is not None and made[0].best:
+    if request.out and made[0].best:
         write_config(made[0], request.out)
         print_line(f"wrote {request.out}")
     return made
@@ -86,11 +86,15 @@ def planned_sampler(request: Request) -> FeasibleSampler:
 
 
 def _announce_trace(setup: PlanSetup, print_line: Callable[[str], None]) -> None:
-    """Name the wait for a trace if no trace of the job is known."""
+    """Name the wait for traces if one of the job, with a loss of the space, is not known."""
     job = setup.job
     if job.script is not None or missing_packages(job.interpreter):
         return
-    if known_trace(with_runnable_attention(job), device=setup.hardware.device) is None:
+    losses: list[Any] = [job.loss]
+    if LOSS in setup.space.knobs:
+        losses += setup.space.knobs[LOSS].values
+    jobs = (with_runnable_attention(dataclasses.replace(job, loss=one)) for one in losses)
+    if not all(known_trace(one, device=setup.hardware.device) for one in jobs):
         print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
 
 

@@ -68,8 +68,8 @@ def test_the_wait_for_a_trace_is_one_line_in_a_terminal(monkeypatch: pytest.Monk
     monkeypatch.setattr(plan_command, "traced_predictor", traces)
     monkeypatch.setattr("sys.stderr", shown)
     with pytest.raises(Traced):
-        plans(Request(model="tiny-llama", seq_len=96), ["l4"], lines.append)
-    assert lines == ["tracing tiny-llama: once for this model, task and length, maybe a minute"]
+        plans(Request(model="llama-3.1-70b"), ["l4"], lines.append)
+    assert lines == ["tracing llama-3.1-70b: once for this model, task and length, maybe a minute"]
     assert not shown.getvalue()
 
 
