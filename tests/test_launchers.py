@@ -203,13 +203,30 @@ def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> Non
     assert len(ranks) == 2, "both ranks were one training's"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--gpus 2 -- torchrun --nproc-per-node 4 train.py",
+            "--gpus 2 contradicts `torchrun --nproc-per-node 4`. Remove one of them, or give the same number.",
+        ),
+        (
+            "-- torchrun --nnodes 2 train.py",
+            "torchrun --nnodes 2: trainings over several nodes are autotune's to start: give it --hostfile FILE",
+        ),
+        ("-- train.py broken.yaml", "broken.yaml:2: not YAML"),
+        (
+            "-- lmf train mine.yaml",
+            "no script lmf: expected a Python file, `-m` and a module, or a command that is installed",
+        ),
+    ],
+)
 def test_bad_input_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    words = "--gpus 2 -- torchrun --nproc-per-node 4 train.py"
+    (folder / "broken.yaml").write_text("a: 1\nb: [\n")
     code, out, err = call(monkeypatch, capsys, "run", "--device", "cpu", *words.split())
     assert (code, out) == (2, "")
-    message = "--gpus 2 contradicts `torchrun --nproc-per-node 4`. Remove one of them, or give the same number."
     assert message in " ".join(err.split())
     assert "Traceback" not in err
 
