@@ -317,7 +317,7 @@ def test_your_own_memory_counts() -> None:
 
 
 def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
-    both = plans(Request(model="llama-3.2-1b"), ["rtx4090", "a100"])
+    both = plans(Request(model="llama-3.2-1b", space="classic"), ["rtx4090", "a100"])
     assert [(bool(one.outlook), one.cards, one.own) for one in both] == [(True, (), None)] * 2
 
 
