@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from autotune._version import install_command
@@ -20,6 +20,7 @@ from autotune.executors.cluster.ray_transport import RayNodes, ray_address
 from autotune.executors.cluster.transports import (
     JOB,
     Host,
+    Peers,
     Srun,
     Ssh,
     Transport,
@@ -31,6 +32,7 @@ from autotune.executors.cluster.transports import (
 )
 from autotune.problem.hardware import Hardware
 from autotune.util import inquiry
+from autotune.util.bounds import whole_number
 from autotune.util.interpreter import OWN, Interpreter, interpreter_at, other_python
 from autotune.util.units import parse_duration
 from autotune.versions import complaint
@@ -117,12 +119,9 @@ def _found(typed: str | None, print_line: Callable[[str], None]) -> tuple[Interp
 
 def _active() -> Interpreter | None:
     """Return the Python of an activated environment that has torch and is not the tuner's, or None."""
-    for variable in ACTIVE:
-        folder = os.environ.get(variable)
-        if not folder or Path(folder).resolve() == Path(sys.prefix).resolve():
-            continue
-        with suppress(UserError):
-            found = interpreter_at(folder, variable)
+    for variable in filter(os.environ.get, ACTIVE):
+        with suppress(UserError):  # the tuner's own Python has no torch either
+            found = interpreter_at(os.environ[variable], variable)
             if found.version("torch") is not None:
                 return found
     return None
@@ -150,14 +149,8 @@ def _check_packages(found: Interpreter, needed: Sequence[str], named_by: str) ->
 Placing = Callable[[int | None, int | None, str], Sequence[Host]]
 
 
-def _either(names: Sequence[str]) -> str:
-    """Return several names like `a, b or c`."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
-
-
 # options that name several machines, as messages list them
-SEVERAL_MACHINES = _either(["--hostfile FILE", *(f"--executor {name}" for name in SCHEDULERS)])
+SEVERAL_MACHINES = " or ".join(["--hostfile FILE", *(f"--executor {name}" for name in SCHEDULERS)])
 
 
 def check_executor(executor: str) -> None:
@@ -168,7 +161,7 @@ def check_executor(executor: str) -> None:
     """
     names = (LOCAL, *SCHEDULERS)
     if executor not in names:
-        raise UserError(f"--executor {executor}: expected {_either(names)}")
+        raise UserError(f"--executor {executor}: expected {' or '.join(names)}")
 
 
 @dataclasses.dataclass
@@ -187,10 +180,6 @@ class Nodes:
     interpreter: Interpreter  # of the ranks
     variables: tuple[str, ...] = ()  # variables of this process that a typed command sets; sent too
     cluster: Cluster | None = None
-
-    def also_send(self, variables: Iterable[str]) -> None:
-        """Send these variables of this process too: a typed command sets them."""
-        self.variables = tuple(variables)
 
     def reach(
         self,
@@ -215,8 +204,9 @@ class Nodes:
         typed = parse_nodes(request.nodes)[0] if request.nodes else count
         hosts = self.place(typed, per_node, device)
         variables = tuple(dict.fromkeys([*request.exports, *self.variables]))
-        about = (device, headroom, memory_cap_bytes, path, request.interface, variables)
-        requirements = NodeRequirements(*about, self.interpreter)
+        requirements = NodeRequirements(
+            device, headroom, memory_cap_bytes, path, request.interface, variables, self.interpreter
+        )
         self.cluster = Cluster(hosts, self.transport, requirements, self.folder, print_line=self.print_line)
         return self.cluster.reach()
 
@@ -235,26 +225,38 @@ def named_nodes(
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
     scheduled = named.executor in SCHEDULERS
-    _refuse_strays(named, scheduled)
-    if named.hostfile is None and not scheduled:
+    peers = None if scheduled or named.hostfile else launched_peers(os.environ)
+    several = scheduled or peers
+    if several:
+        combined = f"cannot be combined with --executor {named.executor}"
+        refuse(named, "hostfile", f"{combined}, which has its own nodes")
+        refuse(named, "include exclude", f"filters a hostfile and {combined}")
+    elif named.hostfile is None:
+        refuse(named, "include exclude nodes interface exports", f"needs several machines: {SEVERAL_MACHINES}")
         yield None
         return
-    folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
     with ExitStack() as kept:
-        kept.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = Path(
+            kept.enter_context(tempfile.TemporaryDirectory(prefix="autotune-nodes-", ignore_cleanup_errors=True))
+        )
         transport: Transport
         place: Placing
         if named.executor == "ray":
             transport = kept.enter_context(closing(RayNodes(ray_address(), echo=lasting)))
             place = transport.place
-        elif named.executor == "slurm":
-            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB])
+        elif peers:
+            print_line(f"rank {peers.rank} of {peers.size} processes: rank 0 tunes, the others are its agents")
+            if peers.rank:
+                peers.join()
+            transport = kept.enter_context(closing(peers))
+            place = transport.place
+        elif named.hostfile is not None:
+            hosts = read_hostfile(named.hostfile, named.include, named.exclude)
+            place, transport = partial(evenly_filled_hosts, hosts, str(named.hostfile)), Ssh()
+        else:
+            place, transport = partial(evenly_filled_hosts, *_allocated(named.gpus)), Srun(os.environ[JOB])
             if not lasting:
                 check_time_left(parse_duration(named.budget))
-        else:
-            assert named.hostfile is not None
-            hosts = read_hostfile(named.hostfile, named.include, named.exclude)
-            place, transport = _evenly(hosts, str(named.hostfile)), Ssh()
         made = Nodes(place, transport, folder, print_line, named, interpreter)
         try:
             yield made
@@ -263,17 +265,28 @@ def named_nodes(
                 made.cluster.close()
 
 
-def _refuse_strays(named: Request, scheduled: bool) -> None:
-    """Raise UserError for options without meaning in this combination."""
-    if scheduled:
-        combined = f"cannot be combined with --executor {named.executor}"
-        refuse(named, "hostfile", f"{combined}, which has its own nodes")
-        refuse(named, "include exclude", f"filters a hostfile and {combined}")
-    elif named.hostfile is None:
-        for name in ("include", "exclude", "nodes", "interface", "exports"):
-            if getattr(named, name):
-                flag = flag_of(name)
-                raise UserError(f"{flag} needs several machines. Add {SEVERAL_MACHINES}, or remove {flag}.")
+# Variables of launchers: a process's rank, the number of processes, and where rank 0 is.
+_LAUNCHERS = (
+    "PET_NODE_RANK PET_NNODES PET_MASTER_PORT PET_MASTER_ADDR",  # PyTorchJob, and Kubeflow's trainer
+    "PET_NODE_RANK PET_NNODES MASTER_PORT MASTER_ADDR",
+    "GROUP_RANK GROUP_WORLD_SIZE MASTER_PORT MASTER_ADDR",  # torchrun
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE MASTER_PORT MASTER_ADDR",  # mpirun
+    "SLURM_PROCID SLURM_STEP_NUM_TASKS MASTER_PORT MASTER_ADDR",  # srun
+    "RANK WORLD_SIZE MASTER_PORT MASTER_ADDR",
+)
+
+
+def launched_peers(environment: MutableMapping[str, str]) -> Peers | None:
+    """Return the processes of this one's launcher; None if it started only this one or names no address.
+
+    Torchrun listens at the port itself, for ranks of its own. A variable that says so is removed, because trials are none.
+    """
+    for names in map(str.split, _LAUNCHERS):
+        if environment.keys() >= set(names):
+            rank, size, port = (whole_number(environment[name], name) for name in names[:3])
+            port += environment.pop("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+            return Peers(rank, size, (environment[names[3]], port)) if size > 1 else None
+    return None
 
 
 def refuse(request: Request, names: str, why: str) -> None:
@@ -294,7 +307,3 @@ def _allocated(gpus: int | None) -> tuple[list[Host], str]:
             "--executor slurm: this process is in no allocation. Call autotune in a batch script (sbatch) or in salloc."
         )
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
-
-
-def _evenly(hosts: list[Host], named_by: str) -> Placing:
-    return lambda nodes, per_node, device: evenly_filled_hosts(hosts, nodes, per_node, named_by)

@@ -67,9 +67,7 @@ def launch_training(request: Request, print_line: Callable[[str], None] = print)
     """
     check_executor(request.executor)
     if not request.script:
-        study = request.study if request.study and not request.study.endswith(".py") else "STUDY"
-        whose = f"--model {request.model} …" if request.model else shlex.quote(study)
-        raise UserError(f"launch needs the script to train: `autotune launch {whose} -- train.py its arguments`")
+        raise UserError("launch needs the script to train: `autotune launch STUDY -- train.py its arguments`")
     if request.model and request.study is not None:
         raise UserError("--model plans a training without a study. Remove --model, or the study.")
     python = ranks_python(request.python, print_line, needed=TRAINING)

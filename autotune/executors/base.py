@@ -3,9 +3,8 @@
 To add an executor, implement `Executor` and `Session`; `benchmarks/search/replay.py` is the shortest example. `CONTRIBUTING.md`
 ("How to add an executor") has the steps.
 
-A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks through a `LaunchTarget`, which
-is a `Cluster` for `--hostfile`, `--executor slurm` and `--executor ray`. `CONTRIBUTING.md` ("How to add a transport")
-has the steps.
+A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks on a `LocalMachine`, or on a `Cluster` with
+`--hostfile`, `--executor slurm` and `--executor ray`. `CONTRIBUTING.md` ("How to add a transport") has the steps.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class LocalExecutor:
     def load_ops(self, candidates: list[Candidate], *names: str, job: Job | None = None) -> None:
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders."""
         self.tried_ops |= dict.fromkeys([*all_ops(candidates, job or self.job, self.hardware.device), *names])
-        if not self.target.load_ops(list(self.tried_ops), self._needs()):
+        if not self.target.load_ops(list(self.tried_ops)):
             self._switch_to_spawn(self.print_line)
 
     def check(self, print_line: Callable[[str], None]) -> None:

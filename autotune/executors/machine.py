@@ -59,6 +59,8 @@ class LocalMachine:
         cancelled: polled several times a second while a server imports and builds.
     """
 
+    _needs: RankRequirements  # of `open`
+
     def __init__(self, folder: Path, ops: Ops, cancelled: Callable[[], bool]) -> None:
         self.folder, self.ops, self.cancelled = folder, ops, cancelled
         self.opened_launcher: Launcher | None = None
@@ -94,6 +96,7 @@ class LocalMachine:
             UserError: the fork server died, or hangs.
             Stopped: the user cancelled.
         """
+        self._needs = needs
         if self._begun is None or self._begun[0] != needs:
             self.begin(needs)
         if self._begun is not None:
@@ -103,11 +106,12 @@ class LocalMachine:
         else:
             self.opened_launcher = SpawnLauncher(needs.environment(), None, needs.cwd, needs.interpreter.path)
 
-    def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
+    def load_ops(self, names: Sequence[str]) -> bool:
         """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`.
 
         A training's ranks load built ops themselves. The folder of the ops is known for this process's environment only.
         """
+        needs = self._needs
         if needs.training and not needs.interpreter.is_other:
             folder = Path(os.environ.get(FOLDER) or own_folder(needs.device))
             names = [name for name in names if not is_built(name, folder)]

@@ -290,7 +290,7 @@ class Supervisor:
                 self._opened = True
             if self.target.broken:
                 self.target.reconnect()
-            self.target.load_ops(all_ops([rung.candidate], self.job, self.hardware.device), self._needs)
+            self.target.load_ops(all_ops([rung.candidate], self.job, self.hardware.device))
         except Stopped:
             assert self._signal is not None
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"

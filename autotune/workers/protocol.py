@@ -9,6 +9,7 @@ to the socket, so the parent checks the shape of each message, and a malformed o
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -21,7 +22,6 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_LINE_BYTES = 8 * 2**20
-_LOOK_SECONDS = 0.5  # interval after which a closed stream is noticed
 
 # -- shapes of messages ------------------------------------------------------------------------------------------------
 
@@ -127,16 +127,25 @@ _LARGEST_NUMBER = 2**63  # of SQLite's integers; excludes infinity and NaN
 
 
 class Channel:
-    """One end of a connection with JSON lines. A line that is no message arrives as a `MALFORMED` message."""
+    """One end of a connection with JSON lines: a socket, or a file to read and one to write.
+
+    A line that is no message arrives as a `MALFORMED` message.
+
+    Args:
+        patience_seconds: time to wait for a peer that accepts nothing, then the channel is closed; None: without an end.
+    """
 
     max_line_bytes = MAX_LINE_BYTES
     closed = False
     _buffer = b""
     _skipping = False  # the rest of a line that is too long
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(
+        self, reads: socket.socket | io.FileIO, writes: io.FileIO | None = None, patience_seconds: float | None = None
+    ) -> None:
+        self._reads, self._writes, self._patience_seconds = reads, writes or reads, patience_seconds
         self._sending = threading.Lock()  # a rank's heartbeat thread sends in parallel with its main thread
+        os.set_blocking(self._writes.fileno(), False)
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -145,25 +154,30 @@ class Channel:
         return cls(ours), theirs
 
     def fileno(self) -> int:
-        """Return the file descriptor, for `select`."""
-        return self.sock.fileno()
+        """Return the file descriptor that is read, for `select`."""
+        return self._reads.fileno()
 
     @property
     def peer_pid(self) -> int:
         """Return the process that has connected this Unix socket, by its id in this process's PID namespace: unix(7)."""
+        assert isinstance(self._reads, socket.socket)
         credentials = struct.calcsize("3i")
-        found = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials)
+        found = self._reads.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials)
         return int(struct.unpack("3i", found)[0])
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send one message. A closed connection is only noticed by reading.
+        """Send one message. A closed connection is only noticed by reading, since the peer's last words may be unread.
 
         Raises:
-            ValueError: the message is larger than MAX_LINE_BYTES.
+            ValueError: the message is larger than `max_line_bytes`.
         """
-        line = self._line(verb, fields)
+        left = memoryview(self._line(verb, fields))
         with contextlib.suppress(OSError), self._sending:
-            self.sock.sendall(line)
+            while left and not self.closed:
+                if not select.select([], [self._writes], [], self._patience_seconds)[1]:
+                    self.closed = True
+                with contextlib.suppress(BlockingIOError):
+                    left = left[os.write(self._writes.fileno(), left[:65536]) :]
 
     def receive(self, timeout_seconds: float | None = None) -> Message | None:
         """Return the next message, or None at the timeout or if the peer has closed (then `closed` is set)."""
@@ -189,15 +203,14 @@ class Channel:
 
     def _fill(self) -> None:
         try:
-            data = self._read()
+            data = os.read(self.fileno(), 65536)
+        except BlockingIOError:
+            return
         except OSError:
             data = b""
         if not data:
             self.closed = True
         self._buffer += data
-
-    def _read(self) -> bytes:
-        return self.sock.recv(65536)
 
     def _take(self) -> Message | None:
         while b"\n" in self._buffer:
@@ -230,49 +243,22 @@ class Channel:
         return {"type": MALFORMED, "text": f"{start!r} is no message", "line": start}
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the connection."""
         self.closed = True
-        self.sock.close()
+        self._reads.close()
+        self._writes.close()
 
 
 class Stream(Channel):
-    """Channel over two pipes, or over any transport of another process's standard input and output.
-
-    A line may have the messages of all ranks of a node. Sending closes the stream if the other side accepts nothing for
-    `patience_seconds`.
-    """
+    """Channel between the tuner and an agent. A line may have the messages of all ranks of a node."""
 
     max_line_bytes = 64 * MAX_LINE_BYTES
 
-    def __init__(self, reads: int, writes: int, patience_seconds: float) -> None:
-        self._reads, self._writes, self._patience_seconds = reads, writes, patience_seconds
-        self._sending = threading.Lock()
-        os.set_blocking(writes, False)
-
-    def fileno(self) -> int:
-        """Return the file descriptor that is read, for `select`."""
-        return self._reads
-
-    def send(self, verb: str, **fields: Any) -> None:
-        """Send a message; the stream is closed if it cannot be sent in time."""
-        left = memoryview(self._line(verb, fields))
-        until = time.monotonic() + self._patience_seconds
-        with self._sending:
-            while left and not self.closed:
-                try:
-                    if select.select([], [self._writes], [], _LOOK_SECONDS)[1]:
-                        left = left[os.write(self._writes, left[:65536]) :]
-                        until = time.monotonic() + self._patience_seconds
-                    elif time.monotonic() > until:
-                        raise OSError("nobody reads")
-                except BlockingIOError:
-                    continue
-                except (OSError, ValueError):
-                    self.closed = True
-
-    def _read(self) -> bytes:
-        return os.read(self._reads, 65536)
-
-    def close(self) -> None:
-        """Mark the stream as closed."""
-        self.closed = True
+    @classmethod
+    def of_this_process(cls, patience_seconds: float) -> Stream:
+        """Return a stream over standard input and output, and redirect both for all other code."""
+        reads, writes = io.FileIO(os.dup(0)), io.FileIO(os.dup(1), "w")
+        with open(os.devnull, "rb") as null:
+            os.dup2(null.fileno(), 0)
+        os.dup2(2, 1)  # prints of other code go to standard error
+        return cls(reads, writes, patience_seconds)

@@ -138,7 +138,7 @@ def test_versions_that_nobody_can_read_are_left_alone() -> None:
 
 
 def test_an_unknown_executor_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UserError, match=r"^--executor replay:t: expected local, slurm or ray$"):
+    with pytest.raises(UserError, match=r"^--executor replay:t: expected local or slurm or ray$"):
         check_executor("replay:t")
 
 

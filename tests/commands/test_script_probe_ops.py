@@ -71,7 +71,7 @@ class Ground:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def load_ops(self, names: list[str], needs: Any) -> bool:
+    def load_ops(self, names: list[str]) -> bool:
         self.asked.append(names)
         return True
 

@@ -350,11 +350,11 @@ def test_what_cannot_be_prepared_in_the_same_words_is_given_up_before_any_step(
     made, calls = launch.make([{"steps": 3 * stepped, "signal": "SIGKILL"}, {"steps": 9}]), []
     load = made.target.load_ops
 
-    def breaking(names: Sequence[str], needs: RankRequirements) -> bool:
+    def breaking(names: Sequence[str]) -> bool:
         calls.append(names)
         if len(calls) in (2, 3, 4):
             raise UserError(f"the fork server died (process {len(calls)})")
-        return load(names, needs)
+        return load(names)
 
     monkeypatch.setattr(made.target, "load_ops", breaking)
     summary = made.run()
@@ -392,11 +392,11 @@ def test_what_breaks_while_a_later_attempt_is_prepared_is_tried_again(
     made, calls = launch.make([{"steps": 3, "error": OOM}, {"steps": 9}]), []
     load = made.target.load_ops
 
-    def breaking(names: Sequence[str], needs: RankRequirements) -> bool:
+    def breaking(names: Sequence[str]) -> bool:
         calls.append(names)
         if len(calls) == 2:
             raise error
-        return load(names, needs)
+        return load(names)
 
     monkeypatch.setattr(made.target, "load_ops", breaking)
     summary = made.run()
@@ -419,7 +419,7 @@ class Away:
     def open(self, needs: RankRequirements) -> None:
         self._machine.open(needs)
 
-    def load_ops(self, names: object, needs: object) -> bool:
+    def load_ops(self, names: object) -> bool:
         return True
 
     @property
@@ -444,7 +444,7 @@ def test_a_node_that_restarts_is_waited_for_as_any_machine(launch: Launch, times
 def test_bad_input_is_said_before_anything_is_trained(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     made = launch.make([{"steps": 3}])
 
-    def breaking(names: Sequence[str], needs: RankRequirements) -> bool:
+    def breaking(names: Sequence[str]) -> bool:
         raise UserError("the fork server died")
 
     monkeypatch.setattr(made.target, "load_ops", breaking)

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import socket
@@ -44,7 +45,7 @@ def test_what_a_shell_prints_into_a_stream_is_malformed() -> None:
     reads, theirs = os.pipe()
     os.write(theirs, b'Welcome!\n{"type": "agent"}\n' + b"x" * 100)
     os.close(theirs)
-    stream = Stream(reads, os.open(os.devnull, os.O_WRONLY), 1.0)
+    stream = Stream(io.FileIO(reads), io.FileIO(os.devnull, "w"), 1.0)
     assert stream.receive(5.0) == {"type": MALFORMED, "text": "'Welcome!' is no message", "line": "Welcome!"}
     assert stream.receive(5.0) == {"type": "agent"}
     assert stream.receive(5.0) is None

@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -23,7 +24,7 @@ import psutil
 
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
-from autotune.executors.cluster.rpc import ASIDE, GREETING, GREETING_SECONDS, POLL_SECONDS, SILENT_SECONDS, own_stream
+from autotune.executors.cluster.rpc import ASIDE, GREETING_SECONDS, POLL_SECONDS, SILENT_SECONDS
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
@@ -54,14 +55,13 @@ class NodeAgent:
     """
 
     def __init__(self) -> None:
-        self._home = SocketFolder("autotune-agent-")  # the next agent deletes the folder of a killed one
-        self.folder = self._home.path
-        self._kept = ExitStack()  # locks
+        self._kept = ExitStack()  # folder and locks
+        # the next agent deletes the folder of a killed one
+        self.folder = self._kept.enter_context(contextlib.closing(SocketFolder("autotune-agent-"))).path
         self._lines: list[str] = []  # for the user
         self.ending = threading.Event()
         self._interpreter: Interpreter = OWN  # of the ranks
         self._machine = LocalMachine(self.folder, Ops(self._lines.append), self.ending.is_set)
-        self._needs: RankRequirements | None = None
         self._hardware: Hardware | None = None
         self._meter: Any = None
         self._lock = threading.Lock()  # held by each method that is not in `ASIDE`
@@ -151,13 +151,11 @@ class NodeAgent:
             self._hardware = Hardware.from_json(hardware)
             self._kept.enter_context(lock_gpus(self._hardware, who, self._lines.append))
             self._meter = make_meter(self._hardware)
-        self._needs = RankRequirements(**needs, interpreter=self._interpreter)
-        self._machine.open(self._needs)
+        self._machine.open(RankRequirements(**needs, interpreter=self._interpreter))
 
     def load_ops(self, names: list[str]) -> dict[str, Any]:
         """Build and load DeepSpeed ops; return the failures, the folder and the build time in seconds."""
-        assert self._needs is not None
-        fork_safe = self._machine.load_ops(names, self._needs)
+        fork_safe = self._machine.load_ops(names)
         ops = self._machine.ops
         return {"fork_safe": fork_safe, "failed": ops.failed, "folder": ops.folder, "seconds": ops.build_seconds}
 
@@ -303,7 +301,6 @@ class NodeAgent:
                 self._end_workers(done=False)
             self._machine.close()
             self._kept.close()
-            self._home.close()
 
 
 # -- process -----------------------------------------------------------------------------------------------------------
@@ -312,13 +309,12 @@ class NodeAgent:
 # input ends, its tuner is silent or a signal arrives, it ends with all that it has started.
 
 
-def serve(agent: NodeAgent, stream: Stream) -> None:
-    """Call the methods that the tuner names, until it is gone."""
+def serve(agent: NodeAgent, stream: Stream) -> bool:
+    """Call the methods that the tuner names, until it is gone. Return True if the agent was asked to end."""
 
     def answer(number: int, method: str, fields: Message) -> None:
         stream.send("answer", number=number, **agent.call(method, fields))
 
-    stream.send(GREETING, **agent.greeting())
     silent_at = time.monotonic() + GREETING_SECONDS
     with ThreadPoolExecutor(1) as ordered, ThreadPoolExecutor(2) as aside:
         while not stream.closed and not agent.ending.is_set() and time.monotonic() < silent_at:
@@ -327,17 +323,19 @@ def serve(agent: NodeAgent, stream: Stream) -> None:
                 silent_at = time.monotonic() + SILENT_SECONDS
                 pool = aside if message["type"] in ASIDE else ordered
                 pool.submit(answer, message["number"], message["type"], message["fields"])
+        asked = agent.ending.is_set()
         ordered.shutdown(wait=False, cancel_futures=True)
         agent.close()
+    return asked
 
 
 def main() -> None:
     """Run the command `autotune agent`.
 
     SIGTERM and SIGINT end the agent, and so does SIGHUP unless nohup ignores it. Slurm may send SIGUSR1 and SIGUSR2 to all
-    processes of a job; the ranks get these too.
+    processes of a job; the ranks get these too. If the tuner is gone, the exit code lets a scheduler start the agent again.
     """
-    stream = own_stream(SILENT_SECONDS)
+    stream = Stream.of_this_process(SILENT_SECONDS)
     adopt_orphans()
     agent = NodeAgent()
     with (
@@ -345,7 +343,8 @@ def main() -> None:
         handled_signals(lambda *_: agent.ending.set()),
         handled_signals(lambda number, _: agent.notify(number), NOTICES),
     ):
-        serve(agent, stream)
+        if not serve(agent, stream):
+            sys.exit("autotune: the tuner of this agent is gone")
 
 
 # -- node survey -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
 from autotune.util.interpreter import OWN, Interpreter, other_python
-from autotune.workers.host_workers import HostWorkers, MultiHostLaunch
+from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.protocol import Message
 
 # -- cluster -----------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Cluster:
 
         def asked(node: Node) -> Message:
             ours = node.host.slots
-            devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ours))} if node.host.chosen else {}
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ours))} if node.host.hides_devices else {}
             return {**common, "env": variables | devices, "count": len(ours)}
 
         for node, survey in zip(nodes, self._on_nodes(nodes, _SURVEY_SECONDS, "survey", asked), strict=True):
@@ -194,11 +194,11 @@ class Cluster:
     def launcher(self) -> MultiHostLaunch:
         """Return the launcher that starts ranks on all nodes."""
         assert self._rendezvous is not None
-        return MultiHostLaunch(self._host_workers, self._rendezvous.host)
-
-    def _host_workers(self, gauged: bool, print_line: Callable[[str], None]) -> list[HostWorkers]:
-        count = len(self.nodes)
-        return [RemoteWorkers(node.agent, gauged, print_line, (at, count)) for at, node in enumerate(self.nodes)]
+        places = [(node.agent, (at, len(self.nodes))) for at, node in enumerate(self.nodes)]
+        return MultiHostLaunch(
+            lambda gauged, print_line: [RemoteWorkers(agent, gauged, print_line, place) for agent, place in places],
+            self._rendezvous.host,
+        )
 
     def begin(self, needs: RankRequirements) -> None:
         """Do nothing, because a ready agent already holds the node's devices."""
@@ -235,9 +235,8 @@ class Cluster:
             return {}
         return {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
 
-    def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
+    def load_ops(self, names: Sequence[str]) -> bool:
         """Build and load ops on every node, see `LocalMachine.load_ops`."""
-        self._needs = needs
         self._op_names = list(dict.fromkeys([*self._op_names, *names]))
         return self._load(self.nodes, list(names))
 
@@ -293,13 +292,11 @@ class Cluster:
             self._compare()  # a scheduler may have replaced the machine
         if node.survey["hostname"] != before:
             self.print_line(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
-        if self._rendezvous == met:
-            self._open([node])
-            self._load([node], self._op_names)
-        else:  # the other nodes need the new rendezvous too
-            up = [one for one in self.nodes if not one.agent.failure]
-            self._open(up)
-            self._load(up, self._op_names)
+        changed = [node]
+        if self._rendezvous != met:  # the other nodes need the new rendezvous too
+            changed = [one for one in self.nodes if not one.agent.failure]
+        self._open(changed)
+        self._load(changed, self._op_names)
 
     def is_shared_path(self, path: Path) -> bool:
         """Return True if every node has this path, as on a shared file system."""

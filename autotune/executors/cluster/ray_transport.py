@@ -12,7 +12,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from autotune._version import install_command
 from autotune.errors import UserError, one_line
-from autotune.executors.cluster.rpc import ASIDE, LEAVE_SECONDS, RemoteAgent
+from autotune.executors.cluster.rpc import ASIDE, RemoteAgent
 from autotune.executors.cluster.transports import PACKAGE, Host
 from autotune.util.units import counted
 from autotune.workers.protocol import Message
@@ -62,7 +62,6 @@ class RayAgent(RemoteAgent):
     def __init__(self, name: str, actor: Any) -> None:
         super().__init__(name)
         self._actor = actor
-        self._greeting = self.begin("greeting")
 
     def begin(self, method: str, **fields: Any) -> Future[Message]:
         """Call a method of the actor; see `RemoteAgent`."""
@@ -72,15 +71,10 @@ class RayAgent(RemoteAgent):
         future: Future[Message] = call.remote(method, fields).future()
         return future
 
-    def close(self) -> None:
-        """End the actor with all that it has started."""
+    def _end(self) -> None:
         import ray
 
-        if not self.failure:
-            wait([self.begin("close")], LEAVE_SECONDS)
-        self.hang_up()
         ray.kill(self._actor)
-        super().close()
 
 
 def _actor_class() -> Any:

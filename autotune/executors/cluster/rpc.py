@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import queue
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -19,70 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Stopped, UserError, one_line
-from autotune.util.units import format_bytes
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.memory_peaks import MemoryPeaks
 from autotune.workers.protocol import Message, Stream
-
-# -- output of ranks ---------------------------------------------------------------------------------------------------
-
-_PIECES = 128  # in the buffer, of at most `_PIECE_BYTES`
-_PIECE_BYTES = 65536
-_PATIENCE_SECONDS = 1.0  # seconds; wait at the end for a reader that does not read
-
-
-class OutputForwarder:
-    """Buffer output and write it in a thread. A full buffer drops the oldest pieces, with a note in the output.
-
-    A terminal after Ctrl-S or a pager may not read for hours. ssh carries the ranks' output and the agent's answers over one
-    channel, so an unread output would block the answers, and the node would be given up.
-
-    Args:
-        log: log file that the note refers to.
-    """
-
-    def __init__(self, descriptor: int, log: Path, pieces: int = _PIECES) -> None:
-        self._descriptor, self._log = descriptor, log
-        self._pieces: queue.Queue[bytes] = queue.Queue(pieces)
-        self._left_out_bytes = self._written_pieces = 0
-        self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
-
-    def give(self, data: bytes) -> None:
-        """Add a piece without blocking."""
-        if self._thread.ident is None:
-            self._thread.start()
-        while True:
-            with suppress(queue.Full):
-                self._pieces.put_nowait(data)
-                return
-            with suppress(queue.Empty):
-                self._left_out_bytes += len(self._pieces.get_nowait())
-
-    def close(self) -> None:
-        """Write the remaining pieces as long as they are read."""
-        if self._thread.ident is None:
-            return
-        self.give(b"")
-        written = -1
-        while self._thread.is_alive() and self._written_pieces > written:
-            written = self._written_pieces
-            self._thread.join(_PATIENCE_SECONDS)
-
-    def _run(self) -> None:
-        noted_bytes = 0
-        while piece := self._pieces.get():
-            gone = self._left_out_bytes - noted_bytes
-            noted_bytes += gone
-            if gone:
-                text = (
-                    f"{format_bytes(gone)} were not read in time and are left out here: {self._log} has the end of all"
-                )
-                piece = f"\n[autotune: {text}]\n".encode() + piece
-            with suppress(OSError):  # the reader is gone
-                while piece:
-                    piece = piece[os.write(self._descriptor, piece) :]
-            self._written_pieces += 1
-
 
 # -- calls of an agent's methods ---------------------------------------------------------------------------------------
 
@@ -93,7 +32,6 @@ ASIDE = ("receive", "cancel", "signal", "close")
 POLL_SECONDS = 2.0
 SILENT_SECONDS = 15.0  # seconds; a link may fail for five seconds, and TCP takes as long again to notice its return
 GREETING_SECONDS = 60.0  # seconds; an interpreter on a slow network disk, after a slow login
-GREETING = "agent"  # type of an agent's first message on a stream
 _LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 8.0  # seconds for an agent to end what it has started: a grace period and the kernel's time
 _LAST_WORDS_SECONDS = 1.0  # seconds to read the remaining output of an ended process
@@ -106,7 +44,7 @@ class NodeDown(Exception):
 
     Args:
         text: the reason, after the node's name.
-        received: text that came over the stream instead of the agent's greeting.
+        received: text on the stream that is no answer.
         code: exit status of the process that carries the stream.
     """
 
@@ -125,12 +63,12 @@ class RemoteAgent(ABC):
         self.failure = ""  # reason of the failure; empty while connected
         self.groups = itertools.count(1)  # numbers of the groups of ranks
         self.greeting: Message = {}
-        self._greeting: Future[Message] = Future()
         self._news: deque[Message] = deque()
         self._lines: deque[str] = deque()
         self._closing = threading.Event()
+        self._left: Future[Message] = Future()  # done when the agent has ended what it has started
         self._closed = False
-        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)  # readable after news
         self._poller = threading.Thread(target=self._poll, daemon=True)
 
     @abstractmethod
@@ -144,7 +82,7 @@ class RemoteAgent(ABC):
             NodeDown: other data arrived, or none in time.
             Stopped: the user cancelled.
         """
-        self.greeting = self.finish(self._greeting, seconds, cancelled)
+        self.greeting = self.finish(self.begin("greeting"), seconds, cancelled)
         self._poller.start()
 
     def _explained(self, why: str) -> str:
@@ -229,7 +167,7 @@ class RemoteAgent(ABC):
 
     def _wake_reader(self) -> None:
         with suppress(OSError):
-            os.write(self._woken, b"!")
+            os.eventfd_write(self._wake, 1)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable after news or a failure."""
@@ -238,8 +176,7 @@ class RemoteAgent(ABC):
     def news(self) -> list[Message]:
         """Return the news of the ranks since the last call."""
         with suppress(BlockingIOError):
-            while os.read(self._wake, 4096):
-                pass
+            os.eventfd_read(self._wake)
         found = []
         while self._news:
             found.append(self._news.popleft())
@@ -258,145 +195,156 @@ class RemoteAgent(ABC):
 
     def hang_up(self) -> None:
         """Let the agent end; `close` waits for it."""
-        self._closing.set()
+        if not self._closing.is_set():
+            self._closing.set()
+            self._left = self.begin("close")
 
     def close(self) -> None:
-        """End the agent with all that it has started."""
+        """End the agent with all that it has started, and the way to it."""
         self.hang_up()
-        self.failure = self.failure or f"{self.name}: closed"
         if self._closed:
             return
         self._closed = True
+        if not self.failure:
+            wait([self._left], LEAVE_SECONDS)
+        self._end()
+        self.failure = self.failure or f"{self.name}: closed"
         if self._poller.ident is not None:
             self._poller.join()
-        for descriptor in (self._wake, self._woken):
-            os.close(descriptor)
+        os.close(self._wake)
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the way to the agent, and so an agent that still runs."""
 
 
 class StreamAgent(RemoteAgent):
-    """Agent whose standard input and output are those of a process here.
+    """Agent at the other end of a connected socket.
 
     A call is a message with the method as its type, a number, and the fields. The answer has the number.
+    """
+
+    def __init__(self, name: str, link: socket.socket) -> None:
+        super().__init__(name)
+        self.silent_seconds = SILENT_SECONDS
+        self._link, self._stream = link, Stream(link, None, SILENT_SECONDS)
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Future[Message]] = {}
+        self._changing = threading.Lock()
+        self._down: NodeDown | None = None  # after the end of the stream
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def begin(self, method: str, **fields: Any) -> Future[Message]:
+        """Send a call; see `RemoteAgent`."""
+        number, future = next(self._numbers), Future[Message]()
+        with self._changing:
+            if self._down is not None:
+                future.set_exception(self._down)
+                return future
+            self._calls[number] = future
+        self._stream.send(method, number=number, fields=fields)
+        return future
+
+    def _read(self) -> None:
+        why, received = "its agent, or the way to it, has ended", ""
+        while not self._stream.closed and not received:
+            message = self._stream.receive()
+            if message is not None and message["type"] == "answer":
+                self._calls.pop(message["number"]).set_result(message)
+            elif message is not None:
+                why, received = "its shell prints text", str(message.get("line", message))
+        code = None if received else self._exit_status()
+        if code is not None:
+            why += f" with exit status {code}"
+        down = NodeDown(f"{self.name}: {self._explained(why)}", received, code)
+        with self._changing:
+            self._down = down
+        for future in self._calls.values():
+            future.set_exception(down)
+        self._give_up(why)
+
+    def _exit_status(self) -> int | None:
+        """Return the exit status of the process that carries the stream, if there is one."""
+        return None
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._stream.close()
+
+
+class CommandAgent(StreamAgent):
+    """Agent whose standard input and output are those of a process here.
 
     Args:
         log: receives the process's standard error.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        super().__init__(name)
-        self.silent_seconds = SILENT_SECONDS
         self.log = log
-        self._echo = OutputForwarder(_STANDARD_ERROR, log)
-        self._echoes = False
-        self._numbers = itertools.count(1)
-        self._calls: dict[int, Future[Message]] = {}
-        self._changing, self._ended = threading.Lock(), False
+        self._echo: subprocess.Popen[bytes] | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
-        pipe = subprocess.PIPE
-        # a new session, because Ctrl-C signals the whole terminal, and the tuner decides
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stream = Stream(self._process.stdout.fileno(), self._process.stdin.fileno(), SILENT_SECONDS)
-        self._threads = [threading.Thread(target=what, daemon=True) for what in (self._keep_errors, self._read)]
-        for thread in self._threads:
-            thread.start()
-
-    def begin(self, method: str, **fields: Any) -> Future[Message]:
-        """Send a call; see `RemoteAgent`."""
-        number, future = next(self._numbers), Future[Message]()
-        with self._changing:
-            if self._ended:
-                future.set_exception(NodeDown(self.failure))
-                return future
-            self._calls[number] = future
-        self._stream.send(method, number=number, fields=fields)
-        return future
+        link, theirs = socket.socketpair()
+        both, pipe = theirs.fileno(), subprocess.PIPE
+        with theirs:
+            # a new session, because Ctrl-C signals the whole terminal, and the tuner decides
+            self._process = subprocess.Popen(
+                command, stdin=both, stdout=both, stderr=pipe, bufsize=0, start_new_session=True
+            )
+        self._errors = threading.Thread(target=self._keep_errors, daemon=True)
+        self._errors.start()
+        super().__init__(name, link)
 
     def _keep_errors(self) -> None:
         """Write standard error to the log and keep the log's end. Unread output here would also block the stream."""
         assert self._process.stderr is not None
         with self.log.open("ab", buffering=0) as log:
-            while data := self._process.stderr.read(_PIECE_BYTES):
-                if self._echoes:
-                    self._echo.give(data)
+            while data := self._process.stderr.read(65536):
                 if log.tell() > _MOST_LOG_BYTES:
                     log.truncate(0)
                 log.write(data)
 
-    def _read(self) -> None:
-        first = None
-        while first is None and not self._stream.closed:
-            first = self._stream.receive(_LOOK_SECONDS)
-        if first is None or first["type"] != GREETING:
-            self._greeting.set_exception(self._not_greeted(first or {}))
-            return
-        self._greeting.set_result({"value": first})
-        while not self._stream.closed:
-            message = self._stream.receive(_LOOK_SECONDS)
-            if message is not None and message["type"] == "answer":
-                self._calls.pop(message["number"]).set_result(message)
-        self._give_up("its agent, or the way to it, has ended")
-        with self._changing:
-            self._ended = True
-        for future in self._calls.values():
-            future.set_exception(NodeDown(self.failure))
-
-    def _not_greeted(self, first: Message) -> NodeDown:
-        if first:
-            return NodeDown(f"{self.name}: its shell prints text", str(first.get("line", first)))
-        code = None
+    def _exit_status(self) -> int | None:
+        self._errors.join(_LAST_WORDS_SECONDS)  # before `tail` notices the end
         with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(timeout=LEAVE_SECONDS)
-        return NodeDown(f"{self.name}: {self._explained(f'the way to it ended with exit status {code}')}", code=code)
+            return self._process.wait(timeout=_LAST_WORDS_SECONDS)
+        return None
 
     def _explained(self, why: str) -> str:
-        self._threads[0].join(_LAST_WORDS_SECONDS)
+        self._errors.join(_LAST_WORDS_SECONDS)
         last = log_tail(self.log, 2000).strip().rpartition("\n")[2].strip()[:200]
         return f"{why} ({last})" if last else why
 
     def start_echo(self) -> None:
-        """Copy the process's standard error to this process's from now on."""
-        self._echoes = True
+        """Copy the process's standard error to this process's from now on.
 
-    def hang_up(self) -> None:
-        """Close the stream, which ends the agent."""
-        super().hang_up()
-        self._stream.close()
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        A terminal after Ctrl-S may not read for hours. Only `tail` waits for it, since an unread standard error of ssh would
+        also block the agent's answers.
+        """
+        if self._echo is None:
+            place, ends = self.log.stat().st_size + 1, self._process.pid
+            words = ["tail", f"--bytes=+{place}", "--follow", f"--pid={ends}", "--sleep-interval=0.1", str(self.log)]
+            self._echo = subprocess.Popen(words, stdout=_STANDARD_ERROR, start_new_session=True)
 
-    def close(self) -> None:
-        """End the agent with all that it has started, and the process that carries the stream."""
-        self.hang_up()
-        if not self.failure:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=LEAVE_SECONDS)
-        if self._process.poll() is None:
-            self._process.kill()
+    def _end(self) -> None:
+        if not (self.failure or self._down):
+            self._exit_status()
+        self._process.kill()
         self._process.wait()
-        self._threads[0].join(_LAST_WORDS_SECONDS)
-        self._threads[1].join()
-        self._echo.close()
-        super().close()
+        super()._end()
+        self._errors.join(_LAST_WORDS_SECONDS)
+        if self._echo is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._echo.wait(timeout=LEAVE_SECONDS)
+            self._echo.kill()
+            self._echo.wait()
 
 
 def by_rank(data: dict[str, Any]) -> dict[int, Any]:
     """Return JSON data keyed by rank, with integer keys."""
     return {int(rank): value for rank, value in data.items()}
-
-
-def own_stream(patience_seconds: float) -> Stream:
-    """Return a stream over this process's standard input and output, and redirect both for all other code."""
-    reads, writes = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)  # prints of other code go to standard error
-    os.close(null)
-    return Stream(reads, writes, patience_seconds)
 
 
 # -- remote workers ----------------------------------------------------------------------------------------------------

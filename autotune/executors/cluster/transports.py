@@ -6,18 +6,21 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from autotune.errors import UserError, did_you_mean
-from autotune.executors.cluster.rpc import RemoteAgent, StreamAgent
+from autotune.executors.cluster.rpc import CommandAgent, RemoteAgent, StreamAgent
+from autotune.problem.hardware import detect
 from autotune.util.bounds import display_value, read_text, whole_number
 from autotune.util.units import format_duration
 
@@ -55,7 +58,7 @@ class CommandTransport(ABC):
         """Run the command."""
         command = self.command(node)
         try:
-            return StreamAgent(node, command, log)
+            return CommandAgent(node, command, log)
         except OSError as error:
             raise UserError(f"node {node}: {command[0]} cannot be run ({error.strerror})") from None
 
@@ -165,6 +168,72 @@ def slurm_output(*words: str) -> str:
     return done.stdout
 
 
+# -- processes of a launcher -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Peers:
+    """Processes that a launcher started, one per node. That of rank 0 tunes, and the others become its agents."""
+
+    rank: int
+    size: int
+    address: tuple[str, int]  # of rank 0
+    wait_seconds: float = 600.0  # for all to connect; torchrun waits as long
+    _links: dict[str, socket.socket] = field(default_factory=dict)  # connected peers by node; that of rank 0 listens
+
+    def join(self) -> NoReturn:
+        """Become an agent of rank 0."""
+        until = time.monotonic() + self.wait_seconds
+        while time.monotonic() < until:
+            with suppress(OSError), socket.create_connection(self.address, CONNECT_SECONDS) as link:
+                link.settimeout(self.wait_seconds)
+                link.sendall(f"{self.rank}\n".encode())
+                if link.recv(1):
+                    link.settimeout(None)
+                    os.dup2(os.dup2(link.fileno(), 0), 1)  # standard input and output
+                    os.execv(sys.executable, agent_words())
+            time.sleep(1.0)
+        raise UserError(f"rank {self.rank}: rank 0 does not answer at {self.address[0]}:{self.address[1]}")
+
+    def place(self, nodes: int | None, per_node: int | None, device: str) -> list[Host]:
+        """Wait until all have connected. Each node has as many devices as this one, or `per_node`."""
+        if nodes not in (None, self.size):
+            raise UserError(f"--nodes {nodes}: a launcher started {self.size} processes. Remove --nodes.")
+        slots = tuple(range(detect(device, per_node).count))
+        names = [f"rank{rank}" for rank in range(self.size)]
+        try:
+            listener = self._links["rank0"] = socket.create_server(("", self.address[1]))
+        except OSError as error:
+            raise UserError(f"MASTER_PORT {self.address[1]}: {error.strerror}; start one process per node") from None
+        listener.settimeout(1.0)
+        self._accept(set(names), self.wait_seconds)
+        return [Host(name, slots) for name in names]
+
+    def _accept(self, nodes: set[str], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while missing := nodes.difference(self._links):
+            try:
+                link, _ = self._links["rank0"].accept()
+                link.settimeout(CONNECT_SECONDS)
+                self._links[f"rank{int(link.makefile('rb', 0).readline(9))}"] = link
+            except (OSError, ValueError):  # none yet, or a stranger
+                if time.monotonic() > until:
+                    raise UserError(f"node {min(missing)} did not connect to port {self.address[1]} in time") from None
+
+    def connect(self, node: str, log: Path) -> RemoteAgent:
+        """Start the agent of rank 0, or let a connected peer become one."""
+        if node == "rank0":
+            return CommandAgent(node, agent_words(), log)
+        self._accept({node}, 0.0)
+        self._links[node].sendall(b"\n")
+        return StreamAgent(node, self._links.pop(node))
+
+    def close(self) -> None:
+        """Let the remaining peers go."""
+        for link in self._links.values():
+            link.close()
+
+
 # -- hostfile ----------------------------------------------------------------------------------------------------------
 #
 # DeepSpeed's hostfile, with lines such as `worker-1 slots=8`, and its launcher's `--include` and `--exclude`.
@@ -181,7 +250,11 @@ class Host:
 
     name: str
     slots: tuple[int, ...]  # its devices, by number
-    chosen: bool = False  # a filter has named the slots, so that other devices must be hidden from ranks
+
+    @property
+    def hides_devices(self) -> bool:
+        """True if a filter left slots that are not the first ones."""
+        return self.slots != tuple(range(len(self.slots)))
 
 
 def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
@@ -197,7 +270,8 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
     option, text = ("--include", include) if include else ("--exclude", exclude)
     if text:
         named = _filter(option, text, hosts, path)
-        hosts = _kept(hosts, named) if include else _without(hosts, named)
+        kept = [[slot for slot in host.slots if ((host.name, slot) in named) == bool(include)] for host in hosts]
+        hosts = [Host(host.name, tuple(slots)) for host, slots in zip(hosts, kept, strict=True) if slots]
         if not hosts:
             raise UserError(f"{option} {text}: no host of {path} is left")
     return hosts
@@ -227,24 +301,25 @@ def _hosts(path: Path) -> list[Host]:
     return list(found.values())
 
 
-def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, tuple[int, ...] | None]:
-    """Return the slots that a filter names, by host; None stands for all slots."""
+def _filter(option: str, text: str, hosts: list[Host], path: Path) -> set[tuple[str, int]]:
+    """Return the slots that a filter names, each with its host."""
     known = {_bare(host.name): host for host in hosts}
-    named: dict[str, tuple[int, ...] | None] = {}
+    named: set[tuple[str, int]] = set()
     for part in text.split("@"):
         called, colon, numbers = part.partition(":")
         if called not in known:
             raise UserError(f"{option} {text}: {path} has no host {called!r}{did_you_mean(called, known)}; {_FILTER}")
-        host, slots = known[called], None
+        host = known[called]
+        slots = set(host.slots)
         if colon:
             if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers):
                 raise UserError(f"{option} {text}: {part!r} does not parse: {_FILTER}")
-            slots = tuple(sorted(set(map(int, numbers.split(",")))))
-            if missing := set(slots) - set(host.slots):
+            slots = set(map(int, numbers.split(",")))
+            if missing := slots.difference(host.slots):
                 raise UserError(
                     f"{option} {text}: {host.name} has no slot {min(missing)}, its {len(host.slots)} count from 0"
                 )
-        named[host.name] = slots
+        named |= {(host.name, slot) for slot in slots}
     return named
 
 
@@ -253,22 +328,9 @@ def _bare(name: str) -> str:
     return name.rpartition("@")[2]
 
 
-def _kept(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:
-    kept = [host for host in hosts if host.name in named]
-    return [host if (slots := named[host.name]) is None else Host(host.name, slots, True) for host in kept]
-
-
-def _without(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:
-    left = []
-    for host in hosts:
-        gone = named.get(host.name, ())
-        slots = () if gone is None else tuple(slot for slot in host.slots if slot not in gone)
-        if slots:
-            left.append(host if slots == host.slots else Host(host.name, slots, True))
-    return left
-
-
-def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | None, named_by: str) -> list[Host]:
+def evenly_filled_hosts(
+    hosts: list[Host], named_by: str, nodes: int | None, per_node: int | None, device: str = ""
+) -> list[Host]:
     """Return the first `nodes` hosts with `per_node` slots each.
 
     Args:
@@ -282,19 +344,17 @@ def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | No
         raise UserError(f"--nodes {nodes}: {named_by} has {len(hosts)} hosts; give 1 to {len(hosts)}")
     used = hosts[:nodes]
     fewest = min(used, key=lambda host: len(host.slots))
-    if per_node is None:
-        most = max(used, key=lambda host: len(host.slots))
-        if len(most.slots) != len(fewest.slots):
-            raise UserError(
-                f"{named_by}: {fewest.name} has {len(fewest.slots)} slots and {most.name} {len(most.slots)}; autotune takes as "
-                f"many of each: --gpus {len(fewest.slots)} takes so many, --exclude leaves a host out"
-            )
-        return used
-    if not 1 <= per_node <= len(fewest.slots):
+    most = max(used, key=lambda host: len(host.slots))
+    if per_node is None and len(most.slots) != len(fewest.slots):
+        raise UserError(
+            f"{named_by}: {fewest.name} has {len(fewest.slots)} slots and {most.name} {len(most.slots)}; autotune takes as "
+            f"many of each: --gpus {len(fewest.slots)} takes so many, --exclude leaves a host out"
+        )
+    if per_node is not None and not 1 <= per_node <= len(fewest.slots):
         raise UserError(
             f"--gpus {per_node}: {fewest.name} has {len(fewest.slots)} slots; give 1 to {len(fewest.slots)}"
         )
-    return [replace(host, slots=host.slots[:per_node]) for host in used]
+    return [Host(host.name, host.slots[:per_node]) for host in used]
 
 
 def hostfile_of(folder: Path) -> Path:

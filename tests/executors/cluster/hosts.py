@@ -17,8 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from autotune.executors.cluster.cluster import Cluster
+from autotune.problem.outcome import OutcomeKind, Source
+from autotune.workers.failure_classifier import classify_failure
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
+from autotune.workers.memory_monitor import Meter
+from tests.conftest import free_port
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 WHY_NOT = "" if SSHD and shutil.which("ssh") else "no sshd on this machine: `make cluster-tests` installs one"
@@ -178,7 +186,7 @@ def made_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
                     networks.link(number),
                 )
             else:
-                host = SshHost(f"node{number}", f"127.0.0.{number + 1}", _free_port(), own)
+                host = SshHost(f"node{number}", f"127.0.0.{number + 1}", free_port(), own)
             made.hosts.append(host)
         lines, entries = [], []
         for host in made.hosts:
@@ -217,12 +225,6 @@ def self_made_troubles(host: SshHost, folder: Path, known: Path) -> Iterator[str
     yield _CLIENT.format(**{**about, "name": "unknown-key", "known": "/dev/null"})
     yield _CLIENT.format(**{**about, "name": "no-sshd", "port": 9})
     yield _CLIENT.format(**{**about, "name": "unreachable", "address": "192.0.2.1"})  # TEST-NET-1: RFC 5737
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _free_net() -> int:
@@ -290,3 +292,23 @@ class Networks:
         self._count = 0
         with suppress(OSError, subprocess.SubprocessError):
             _call("ip", "link", "del", self._bridge)
+
+
+def group_of(cluster: Cluster) -> WorkerGroup:
+    """A group of two ranks that train nothing, and are ready."""
+    policy = GroupPolicy(3600.0, lambda phase: 3600.0, settle_seconds=0.2, may_exit=False)
+    hardware: Any = cluster.nodes[0].hardware
+    ready: set[int] = set()
+    take = lambda rank, message: ready.add(rank) if message.get("phase") == "ready" else None  # noqa: E731
+    group = WorkerGroup(cluster.launcher, hardware, Meter(), policy, on_message=take)
+    assert group.start("tests.workers.fake_rank", 2, {}) is WatchEnd.ARRIVED
+    assert group.watch(lambda: len(ready) == 2) is WatchEnd.ARRIVED
+    return group
+
+
+def is_lost(cluster: Cluster, group: WorkerGroup, name: str) -> None:
+    assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
+    verdict = classify_failure(group.evidence())
+    assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
+    assert verdict.reason.startswith(f"node {name}: ")
+    assert cluster.broken

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.executors.cluster.hosts import Networks, _free_port, _runs, only_tests
+from tests.conftest import free_port
+from tests.executors.cluster.hosts import Networks, _runs, only_tests
 
 # Ray's packages, where they lie in a folder of their own: only processes of tests of Ray are to find them.
 PACKAGES = Path(__file__).parents[3] / ".venv-ray"
@@ -117,7 +118,7 @@ def made_ray(nodes: int = 2) -> Iterator[Ray]:
         head = networks.address(254) if own else "127.0.0.1"
         made.ips = [head, *(networks.address(number) if own else "127.0.0.1" for number in range(1, nodes + 1))]
         made.spaces = ["", *(networks.namespace(number) for number in range(1, nodes + 1))] if own else []
-        made.address = f"{head}:{_free_port()}"
+        made.address = f"{head}:{free_port()}"
         for number in range(nodes + 1):  # one after the other: they draw names of sockets in the same folder
             made.start(number)
             made.wait(number)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from autotune.executors.cluster import agent as agents
 from autotune.executors.cluster import cluster as clusters
 from autotune.executors.cluster import rpc as wires
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements, sent_variables
-from autotune.executors.cluster.rpc import NodeDown, StreamAgent
+from autotune.executors.cluster.rpc import CommandAgent, NodeDown
 from autotune.executors.cluster.transports import CommandTransport, Host, agent_words
 from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
@@ -242,8 +243,8 @@ def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread
     started = spread.started()
     assert len(started) > 4, "two agents, two ranks, and what one of these has started"
     for node in spread.cluster.nodes:
-        assert isinstance(node.agent, StreamAgent)
-        node.agent._process.kill() if node.name == "n1" else node.agent._process.stdin.close()  # type: ignore[union-attr]
+        assert isinstance(node.agent, CommandAgent)
+        node.agent._process.kill() if node.name == "n1" else node.agent._link.shutdown(socket.SHUT_WR)
     wait_until(lambda: gone(started), "the end of all")
 
 
@@ -253,13 +254,13 @@ def test_an_agent_ends_whose_tuner_falls_silent(tmp_path: Path) -> None:
     text = "import autotune.executors.cluster.agent as a; a.GREETING_SECONDS = 1.0; a.main()"
     python = agent_words()[0]
     process = subprocess.Popen([python, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60) == 1
     process.stdin.close()
 
 
 def test_nothing_that_is_printed_gets_into_the_stream(tmp_path: Path) -> None:
     text = (
-        "import os, autotune.executors.cluster.rpc as t; s = t.own_stream(15.0); "
+        "import os; from autotune.workers.protocol import Stream; s = Stream.of_this_process(15.0); "
         "print('printed', flush=True); os.system('echo from a child; cat'); s.send('agent', said=1)"
     )
     done = subprocess.run([agent_words()[0], "-c", text], input=b"x", capture_output=True, timeout=60)
@@ -273,7 +274,7 @@ def test_nothing_that_is_printed_gets_into_the_stream(tmp_path: Path) -> None:
         (("sh", "-c", 'echo "Welcome to n1"; exec "$@"', "-"), "Welcome to n1"),
         (
             ("sh", "-c", "echo no such thing >&2; exit 3"),
-            r"the way to it ended with exit status 3 \(no such thing\); autotune and the",
+            r"its agent, or the way to it, has ended with exit status 3 \(no such thing\); autotune and the",
         ),
     ],
 )
@@ -303,7 +304,7 @@ def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Pa
 
 
 def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Path) -> None:
-    agent = StreamAgent("n1", agent_words(), tmp_path / "n1.log")
+    agent = CommandAgent("n1", agent_words(), tmp_path / "n1.log")
     with closing(agent):
         agent.greet(60)
         with pytest.raises(OSError, match="node n1: "):
@@ -313,7 +314,7 @@ def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Pat
         call = agent.begin("survey", env={}, python=None, cwd="/")  # arguments are missing
         with pytest.raises(NodeDown, match="n1: its agent failed: TypeError"):
             agent.finish(call, 60)
-    silent = StreamAgent("n1", ["sleep", "600"], tmp_path / "n1.log")
+    silent = CommandAgent("n1", ["sleep", "600"], tmp_path / "n1.log")
     with closing(silent), pytest.raises(NodeDown, match=r"no answer within 0 s"):
         silent.greet(0.2)
 
@@ -349,8 +350,11 @@ def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
 def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wires, "SILENT_SECONDS", 1.0)
     python = agent_words()[0]
-    deaf = 'print(\'{"type": "agent", "version": "", "protocol": 1}\', flush=True); import time; time.sleep(600)'
-    agent = StreamAgent("n1", [python, "-c", deaf], tmp_path / "log")
+    deaf = (
+        "import json, sys, time; call = json.loads(sys.stdin.readline()); "
+        "print(json.dumps({'type': 'answer', 'number': call['number'], 'value': {}}), flush=True); time.sleep(600)"
+    )
+    agent = CommandAgent("n1", [python, "-c", deaf], tmp_path / "log")
     agent.greet(60)
     agent.begin("much", text="x" * 2**21)
     assert agent._process.poll() is None, "what nobody has read was not waited for"

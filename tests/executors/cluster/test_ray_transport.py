@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,14 +16,9 @@ from autotune.executors.cluster import ray_transport
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, bundle_of, described, names_of, ray_address
 from autotune.executors.machine import RankRequirements
-from autotune.problem.outcome import OutcomeKind, Source
-from autotune.workers.failure_classifier import classify_failure
-from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
-from autotune.workers.memory_monitor import Meter
 from tests.conftest import wait_until
+from tests.executors.cluster.hosts import group_of, is_lost
 from tests.executors.cluster.ray_cluster import WHY_NOT, Ray, made_ray, with_ray
-
-HOUR = 3600.0
 
 
 def has(*nodes: tuple[float, float]) -> list[dict]:
@@ -126,13 +120,6 @@ def real(_ray_of_this_module: Ray, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     wait_until(lambda: not _ray_of_this_module.agents(), "the end of all that was started")
 
 
-def group_of(cluster: Cluster, hardware: object) -> WorkerGroup:
-    policy = GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_exit=False)
-    group = WorkerGroup(cluster.launcher, hardware, Meter(), policy)  # type: ignore[arg-type]
-    assert group.start("tests.workers.fake_rank", 2, {}) is WatchEnd.ARRIVED
-    return group
-
-
 @pytest.mark.slow
 def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
     """A raylet that is killed is the machine's, and the next group has all nodes."""
@@ -144,18 +131,15 @@ def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
             cluster.open(RankRequirements("cpu", 1))
-            group = group_of(cluster, hardware)
+            group = group_of(cluster)
             lost = cluster.nodes[1].name
             real.kill(2)
-            assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
-            verdict = classify_failure(group.evidence())
-            assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
-            assert verdict.reason.startswith(f"node {lost}: ")
+            is_lost(cluster, group, lost)
             group.end()
             real.start(2)
             real.wait(2)
             cluster.reconnect()
-            group_of(cluster, hardware).end()
+            group_of(cluster).end()
             assert said[-1] == f"node {lost} is back"
 
 

@@ -26,14 +26,12 @@ def test_only_two_words_and_both_are_quoted(monkeypatch: pytest.MonkeyPatch) -> 
     ("failure", "said"),
     [
         (
-            NodeDown("n1: the way to it ended with exit status 255 (Host key verification failed.)", code=255),
-            "node n1: the way to it ended with exit status 255 (Host key verification failed.); "
+            NodeDown(
+                "n1: its agent, or the way to it, has ended with exit status 255 (Host key verification failed.)",
+                code=255,
+            ),
+            "node n1: its agent, or the way to it, has ended with exit status 255 (Host key verification failed.); "
             "`ssh -o BatchMode=yes n1 true` must work",
-        ),
-        (
-            NodeDown("n1: the way to it ended with exit status 127 (bash: python3: not found)", code=127),
-            "node n1: the way to it ended with exit status 127 (bash: python3: not found); "
-            "autotune and the environment that you train in must be at the same paths on every node",
         ),
         (
             NodeDown("n1: its shell prints text", "*** Welcome to n1 ***"),

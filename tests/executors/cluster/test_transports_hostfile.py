@@ -20,7 +20,7 @@ FOUR = "worker-0 slots=4\nworker-1 slots=4\nworker-2 slots=2  # an older one\n\n
 
 def test_hosts_with_comments_and_empty_lines(tmp_path: Path) -> None:
     hosts = read_hostfile(written(tmp_path, FOUR))
-    assert [(host.name, len(host.slots), host.chosen) for host in hosts] == [
+    assert [(host.name, len(host.slots), host.hides_devices) for host in hosts] == [
         ("worker-0", 4, False),
         ("worker-1", 4, False),
         ("worker-2", 2, False),
@@ -70,7 +70,7 @@ def test_filters_are_deepspeeds_and_name_a_host_without_its_user(
     hosts = read_hostfile(written(tmp_path, FOUR.replace("worker-1", f"{user}worker-1")), include, exclude)
     assert {host.name.removeprefix(user): host.slots for host in hosts} == left
     for host in hosts:  # what a filter leaves of a host is all that its ranks may see
-        assert host.chosen == (":" in f"{include}{exclude}" and len(host.slots) < 4)
+        assert host.hides_devices == (":" in f"{include}{exclude}" and len(host.slots) < 4)
 
 
 def test_a_mark_at_a_files_beginning_is_no_part_of_a_name(tmp_path: Path) -> None:
@@ -98,11 +98,11 @@ def of(*slots: int) -> list[Host]:
 
 
 def test_as_many_of_each() -> None:
-    assert [host.slots for host in evenly_filled_hosts(of(4, 4), None, None, "h")] == [(0, 1, 2, 3)] * 2
-    assert [host.slots for host in evenly_filled_hosts(of(4, 8, 8), 2, 2, "h")] == [(0, 1)] * 2
+    assert [host.slots for host in evenly_filled_hosts(of(4, 4), "h", None, None)] == [(0, 1, 2, 3)] * 2
+    assert [host.slots for host in evenly_filled_hosts(of(4, 8, 8), "h", 2, 2)] == [(0, 1)] * 2
     with pytest.raises(UserError, match="n0 has 4 slots and n1 8; autotune takes as many of each: --gpus 4 takes"):
-        evenly_filled_hosts(of(4, 8), None, None, "h")
+        evenly_filled_hosts(of(4, 8), "h", None, None)
     with pytest.raises(UserError, match="--gpus 5: n0 has 4 slots; give 1 to 4"):
-        evenly_filled_hosts(of(4, 8), None, 5, "h")
+        evenly_filled_hosts(of(4, 8), "h", None, 5)
     with pytest.raises(UserError, match="--nodes 3: h has 2 hosts; give 1 to 2"):
-        evenly_filled_hosts(of(4, 8), 3, None, "h")
+        evenly_filled_hosts(of(4, 8), "h", 3, None)

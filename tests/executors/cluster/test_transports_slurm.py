@@ -15,16 +15,11 @@ from autotune.executors.cluster import transports
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.transports import PACKAGE, Srun, allocated_hosts, check_time_left, in_allocation
 from autotune.executors.machine import RankRequirements
-from autotune.problem.outcome import OutcomeKind, Source
-from autotune.workers.failure_classifier import classify_failure
-from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
-from autotune.workers.memory_monitor import Meter
 from tests.conftest import wait_until
-from tests.executors.cluster.hosts import only_tests
+from tests.executors.cluster.hosts import group_of, is_lost, only_tests
 from tests.executors.cluster.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
 EXAMPLE = str(PACKAGE.parent / "examples" / "slurm" / "nodes.sbatch")
-HOUR = 3600.0
 
 
 def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,21 +80,12 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
             cluster.open(RankRequirements("cpu", 1))
-            group = WorkerGroup(
-                cluster.launcher,
-                hardware,
-                Meter(),
-                GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_exit=False),
-            )
-            assert group.start("tests.workers.fake_rank", 2, {}) is WatchEnd.ARRIVED
+            group = group_of(cluster)
             agent = psutil.Process(int(cluster.nodes[1].agent.greeting["pid"]))
             step = agent.parent()
             assert step.name() == "slurmstepd"
             step.kill()
-            assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
-            verdict = classify_failure(group.evidence())
-            assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
-            assert verdict.reason.startswith("node n2: ")
+            is_lost(cluster, group, "n2")
             group.end()
             cluster.reconnect()
             assert not cluster.broken

@@ -21,15 +21,12 @@ from autotune.executors.local import LocalExecutor
 from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import MIB
-from autotune.workers.failure_classifier import classify_failure
-from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
-from autotune.workers.memory_monitor import Meter
+from autotune.workers.group import WatchEnd, WorkerGroup
 from tests.cli_call import call as call_here
 from tests.conftest import SCRIPTS, make_candidate, make_job, pid_lives, wait_until
-from tests.executors.cluster.hosts import Hosts
+from tests.executors.cluster.hosts import Hosts, group_of, is_lost
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 
-HOUR = 3600.0
 QUICK = MeasureSpec(min_seconds=0.0, min_steps=2)
 
 
@@ -114,7 +111,7 @@ def test_the_command_line_says_it_with_exit_code_2(
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hostfile)]
     code, _, err = call_here(monkeypatch, capsys, *words)
     assert code == 2, err
-    assert err.strip().splitlines()[-1].startswith("autotune: node unknown-key: the way to it ended")
+    assert err.strip().splitlines()[-1].startswith("autotune: node unknown-key: its agent, or the way to it, has ended")
     assert not (tmp_path / "runs").exists()
 
 
@@ -127,28 +124,11 @@ def running(hosts: Hosts, folder: Path, said: list[str]) -> Iterator[tuple[Clust
     with reached(hosts, folder) as cluster:
         cluster.print_line = said.append
         cluster.open(RankRequirements("cpu", 1))
-        ready: set[int] = set()
-        group = WorkerGroup(
-            cluster.launcher,
-            cluster.nodes[0].hardware,  # type: ignore[arg-type]
-            Meter(),
-            GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_exit=False),
-            on_message=lambda rank, message: ready.add(rank) if message.get("phase") == "ready" else None,
-        )
+        group = group_of(cluster)
         try:
-            assert group.start("tests.workers.fake_rank", 2, {}, logs=folder) is WatchEnd.ARRIVED
-            assert group.watch(lambda: len(ready) == 2) is WatchEnd.ARRIVED
             yield cluster, group
         finally:
             group.end()
-
-
-def is_lost(cluster: Cluster, group: WorkerGroup, name: str) -> None:
-    assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
-    verdict = classify_failure(group.evidence())
-    assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
-    assert verdict.reason.startswith(f"node {name}: ")
-    assert cluster.broken
 
 
 def session_of(host: object) -> psutil.Process:
@@ -202,9 +182,7 @@ def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path:
         "import sys, time; from pathlib import Path; from tests.executors.cluster.test_transports_ssh import *\n"
         "cluster = Cluster(read_hostfile(Path(sys.argv[1])), Ssh(), NodeRequirements('cpu'), Path(sys.argv[2]))\n"
         "cluster.reach(); cluster.open(RankRequirements('cpu', 1))\n"
-        "group = WorkerGroup(cluster.launcher, cluster.nodes[0].hardware, Meter(), "
-        "GroupPolicy(HOUR, lambda p: HOUR, 0.2, may_exit=False))\n"
-        "assert group.start('tests.workers.fake_rank', 2, {}) is WatchEnd.ARRIVED; print('up', flush=True); time.sleep(600)"
+        "group = group_of(cluster); print('up', flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", program, str(left_hosts.hostfile()), str(tmp_path)]
     tuner = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
