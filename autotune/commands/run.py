@@ -267,7 +267,7 @@ def _open_study(
             f"{counted(late, 'trial')} stored that an earlier call had measured while the database was away"
         )
     closed = store.close_interrupted()
-    own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
+    own_outcome = probed.baseline or probed.ran_out if probed is not None else None
     if probed is not None and own_outcome is not None:
         own = own_candidate(probed.script)
         known = store.records()
@@ -277,7 +277,9 @@ def _open_study(
                 store.finish(number, own_outcome)
     _announce(setup, store, observer, resumed, closed)
     began = len(store.study.get_trials(deepcopy=False))
-    observer.begin_study(partial(store.leaderboard, setup.hardware, setup.job, frozenset(setup.candidates), began))
+    observer.begin_study(
+        partial(store.leaderboard, setup.hardware, setup.job, setup.space.test_of(setup.candidates), began)
+    )
     if not resumed:  # trials known before the search: a script's own config
         for record in store.records():
             if record.outcome is not None:

@@ -287,7 +287,7 @@ def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
     for name, knob in KNOBS.items():
         if knob.refused_unread and knob.path is not None and not is_read(name, candidate.as_dict):
             _remove(config, knob.path)
-    for section in ("offload_optimizer", "offload_param"):
+    for section in OFFLOADING:
         entry = value_at(config, ("zero_optimization", section))
         if not isinstance(entry, dict):
             continue
@@ -297,8 +297,8 @@ def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
             entry.setdefault("pin_memory", True)
 
 
-_SHOWN_FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
-_SHOWN_IF_ON = (CHECKPOINTING, LORA, "offload_optimizer", "offload_param")
+_SHOWN_FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, *OFFLOADING]
+_SHOWN_IF_ON = (CHECKPOINTING, LORA, *OFFLOADING)
 
 
 def describe(knobs: Knobs) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import UserError, did_you_mean
 from autotune.problem.job import counted_ranks, sequence_ranks
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
-from autotune.util.bounds import bounded_bytes, check_data, read_text
+from autotune.util.bounds import bounded_bytes, check_data, leaves, read_text
 from autotune.util.files import shipped_json
 
 # -- DeepSpeed config files --------------------------------------------------------------------------------------------
@@ -194,9 +194,9 @@ def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
             knob_value(knob, value)
         except ValueError as error:
             yield key, str(error)
-    for key, value in _leaves(data, ()):
+    for path, value, _ in leaves(data):
         if isinstance(value, float) and not math.isfinite(value):
-            yield key, f"expected a finite number, found {value!r}"
+            yield ".".join(path), f"expected a finite number, found {value!r}"
     for key, meant in _misspelt(data):
         if not _is_ignored(key):
             yield key, f"DeepSpeed has no such key{meant}"
@@ -266,14 +266,6 @@ def check_whole_model(config: dict[str, Any], file: Path | None) -> None:
                 f"{file}: {key} {size} splits the model over ranks. `plan` and `run --model` give each rank the whole model. "
                 f"Remove {key}."
             )
-
-
-def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in inner:
-        yield from _leaves(value, (*path, str(key)))
-    if not isinstance(data, dict | list):
-        yield ".".join(path), data
 
 
 SIXTEEN_BITS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section of a config -> precision

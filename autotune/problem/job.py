@@ -174,6 +174,7 @@ class ScriptProfile:
     )  # class, `fused` and `foreach` of torch's optimizer that the script makes
     client_optimizer: bool = False  # the script makes its optimizer
     untested_optimizer: bool = False
+    levers: tuple[str, ...] = ()  # knobs outside the DeepSpeed config that it has off, and that a hook can turn on
     checkpointing: bool = False  # activation checkpointing can be switched
     checkpointed: bool = False
     checkpointing_call: str = ""  # switches it on in the script's model, unless it is transformers' call

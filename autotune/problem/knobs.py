@@ -38,14 +38,13 @@ class RequirementInputs:
     job: Job
     hardware: Hardware
     lossy: bool = False  # the space may change arithmetic
-    compiles: bool = False  # the space has candidates that are compiled
     deepspeed: Release = READ
     packages: bool = True  # check the packages of the ranks' environment
 
     @classmethod
-    def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> RequirementInputs:
+    def of(cls, job: Job, hardware: Hardware, lossy: bool = False) -> RequirementInputs:
         """Return the circumstances with the DeepSpeed that ranks will have."""
-        return cls(job, hardware, lossy, compiles, release(job.interpreter.version("deepspeed")) or READ)
+        return cls(job, hardware, lossy, release(job.interpreter.version("deepspeed")) or READ)
 
 
 Need = Callable[[Value, RequirementInputs], str]  # returns what is missing, or an empty text
@@ -211,11 +210,9 @@ def a_compiler(value: Value, c: RequirementInputs) -> str:
 def a_script(value: Value, c: RequirementInputs) -> str:
     """Require a training script.
 
-    ZenFlow decides itself when a step ends (runtime/zenflow/engine.py). A trial of a model sets that explicitly.
+    A trial of a model sets explicitly when a step ends, which ZenFlow decides itself (runtime/zenflow/engine.py).
     """
-    if c.job.script is not None:
-        return ""
-    return "needs a training script: the step boundary of a named model is fixed"
+    return "" if c.job.script is not None else "needs a training script: a named model has fixed steps and batches"
 
 
 def mics_init(value: Value, c: RequirementInputs) -> str:
@@ -274,16 +271,6 @@ def loss_possible(value: Value, c: RequirementInputs) -> str:
     return "is not for adapters that save lm_head" if c.job.lora and "lm_head" in c.job.lora.saved else ""
 
 
-def engine_compile(value: Value, c: RequirementInputs) -> str:
-    """Require the knob compile.
-
-    Only `engine.compile()` reads it, and a script's call of that is not visible from outside.
-    """
-    if c.job.script is not None:
-        return "needs a script that calls engine.compile(), which autotune cannot see"
-    return "" if c.compiles or c.job.compiled else "needs the knob compile"
-
-
 # Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.
 FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon, unquantized_for_muon)
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
@@ -310,20 +297,15 @@ LORA = "lora"
 PACKING = "packing"
 LIGER = "liger_kernel"
 LOSS = "loss"
+WORKERS = "dataloader_num_workers"
 # settings of the model and its batches; a script builds its own
-MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, LIGER, LOSS)
+LEVERS = (COMPILED, LIGER, WORKERS)  # those that hooks turn on in a script
+MODEL_KNOBS = (ATTENTION, LORA, PACKING, LOSS, *LEVERS)
 TRACED_KNOBS = (ATTENTION, LORA, LIGER, LOSS)  # knobs that change the allocations of a forward for one row
 EXPANDABLE = "expandable_segments"
+OFFLOADING = ("offload_optimizer", "offload_param")
 # knobs with a large effect on memory or time at any setting of the others; buckets, overlap and the like have none
-FIRST_ORDER = (
-    "zero_stage",
-    MICRO_BATCH,
-    ACCUMULATION,
-    CHECKPOINTING,
-    "offload_optimizer",
-    "offload_param",
-    *MODEL_KNOBS,
-)
+FIRST_ORDER = ("zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, *OFFLOADING, *MODEL_KNOBS)
 RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # knobs that may change while an engine lives
 ZERO = "zero_optimization."
 OFFLOAD_RATIO = ZERO + "offload_optimizer.ratio"
@@ -350,9 +332,6 @@ def stage_of(knobs: Knobs) -> int:
     return int(knobs.get("zero_stage", 0))
 
 
-OFFLOADING = ("offload_optimizer", "offload_param")
-
-
 def offloads(knobs: Knobs, what: str) -> bool:
     """Return True if the knobs offload the optimizer or the parameters, as `what` names."""
     return knobs.get(what, "none") != "none"
@@ -370,13 +349,11 @@ def _under(what: str, *devices: str, stages: tuple[int, ...] = (1, 2, 3)) -> Rea
     return ReadCondition(lambda knobs: stage_of(knobs) in stages and knobs.get(what, "none") in places, where)
 
 
-def _with(
-    name: str, value: Value = True, stages: tuple[int, ...] = (0, 1, 2, 3), otherwise: Value = False
-) -> ReadCondition:
+def _with(name: str, value: Value = True, stages: tuple[int, ...] = (0, 1, 2, 3)) -> ReadCondition:
     """Return the condition that another knob has the value, at these stages."""
     where = f"{name} {str(value).lower()}"
     where = where if len(stages) == 4 else f"{_at(*stages).where} with {where}"
-    return ReadCondition(lambda knobs: stage_of(knobs) in stages and knobs.get(name, otherwise) == value, where, name)
+    return ReadCondition(lambda knobs: stage_of(knobs) in stages and knobs.get(name, False) == value, where, name)
 
 
 class Share:
@@ -404,6 +381,8 @@ class Knob:
     since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do
     until: Release = ()  # last DeepSpeed that knows it
     short: str = ""  # name in tables and logs
+    trainer: str = ""  # name in transformers' TrainingArguments; empty: they have none
+    in_code: str = ""  # how a training's own code has any value except `off`, as an order
 
     @property
     def is_switch(self) -> bool:
@@ -458,8 +437,8 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _QUANTIZER = "QuantizerBuilder"
 # Knobs with short names, and those without a key.
 SHORT_NAMED: dict[str, Knob] = {
-    MICRO_BATCH: Knob(int, path=MICRO_BATCH, low=1, short="mb"),
-    ACCUMULATION: Knob(int, path=ACCUMULATION, low=1, short="ga"),
+    MICRO_BATCH: Knob(int, path=MICRO_BATCH, low=1, short="mb", trainer="per_device_train_batch_size"),
+    ACCUMULATION: Knob(int, path=ACCUMULATION, low=1, short="ga", trainer=ACCUMULATION),
     "zero_stage": Knob(
         int,
         path=ZERO + "stage",
@@ -467,13 +446,30 @@ SHORT_NAMED: dict[str, Knob] = {
         needs=(sharded_for_its_optimizer, whole_if_quantized, unscattered_for_muon),
         short="z",
     ),
-    CHECKPOINTING: Knob(Share, path=None, short="ckpt", needs=(layers_of_their_own,)),
+    CHECKPOINTING: Knob(Share, path=None, short="ckpt", needs=(layers_of_their_own,), trainer="gradient_checkpointing"),
     ATTENTION: Knob(ATTENTIONS, path=None, needs=(its_package,)),
-    COMPILED: Knob(bool, path=None, off=False, needs=(a_compiler,)),
+    COMPILED: Knob(
+        bool,
+        path=None,
+        off=False,
+        needs=(a_compiler,),
+        trainer="torch_compile",
+        in_code="compile the model by engine.compile()",
+    ),
     LORA: Knob(Lora, path=None, needs=(its_package,), refused=_quantized_refused),
     PACKING: Knob(bool, path=None),
-    LIGER: Knob(bool, path=None, off=False, needs=(cuda, liger_task, liger_kernel)),
+    LIGER: Knob(
+        bool,
+        path=None,
+        off=False,
+        needs=(cuda, liger_task, liger_kernel),
+        trainer="use_liger_kernel",
+        in_code="use Liger's kernels",
+    ),
     LOSS: Knob(LOSSES, path=None, off=FULL, needs=(loss_possible, its_package), refused=_loss_refused),
+    WORKERS: Knob(
+        int, path=None, off=0, needs=(a_script,), short="workers", trainer=WORKERS, in_code="load data in processes"
+    ),
     EXPANDABLE: Knob(bool, path=None, off=False, needs=(cuda, own_allocator), short="expandable"),
     "offload_optimizer": Knob(_DEVICES, _at(1, 2, 3), ZERO + "offload_optimizer.device", needs=_PLACE, short="opt"),
     "offload_param": Knob(_DEVICES, _at(3), ZERO + "offload_param.device", needs=_OWN, short="par"),
@@ -495,8 +491,7 @@ SHORT_NAMED: dict[str, Knob] = {
 # Knobs under `zero_optimization`, by their leaves. Studies name them by their paths.
 _ZERO: dict[str, Knob] = {
     "stage3_prefetch_bucket_size": _stage3(off=50_000_000),
-    "stage3_max_live_parameters": _stage3(off=10**9),
-    "stage3_max_reuse_distance": _stage3(off=10**9),
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), _stage3(off=10**9)),
     "stage3_param_persistence_threshold": _stage3(off=100_000),
     "stage3_model_persistence_threshold": _stage3(),
     "stage3_module_granularity_threshold": _stage3(off=0),
@@ -526,8 +521,10 @@ _ZERO: dict[str, Knob] = {
         short="qgZ",
     ),
     "round_robin_gradients": Knob(bool, _at(1, 2), off=False, needs=(several_ranks,)),
-    "use_multi_rank_bucket_allreduce": Knob(bool, _at(1, 2), off=True, needs=(several_ranks,)),
-    "allgather_partitions": Knob(bool, _at(1, 2), off=True, needs=(several_ranks,)),
+    **dict.fromkeys(
+        ("use_multi_rank_bucket_allreduce", "allgather_partitions"),
+        Knob(bool, _at(1, 2), off=True, needs=(several_ranks,)),
+    ),
     "reduce_scatter": Knob(bool, _at(1, 2, 3), off=True, needs=(several_ranks,)),
     "parameter_alignment": Knob(bool, _at(1, 2), off=False, since=(0, 19, 7)),
     "compute_grad_norm": Knob(
@@ -555,8 +552,10 @@ _ZERO: dict[str, Knob] = {
         short="superoffload",
     ),
     "offload_optimizer.cpuadam_cores_perc": Knob(float, _with(SUPER_OFFLOAD), high=1.0, since=(0, 18, 0)),
-    "offload_optimizer.pipeline_read": Knob(bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
-    "offload_optimizer.pipeline_write": Knob(bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
+    **dict.fromkeys(
+        ("offload_optimizer.pipeline_read", "offload_optimizer.pipeline_write"),
+        Knob(bool, _under("offload_optimizer", "nvme", stages=(3,)), off=False),
+    ),
     "offload_param.pin_memory": Knob(bool, _under("offload_param", stages=(3,))),
     "offload_param.max_in_cpu": Knob(int, _under("offload_param", "nvme", stages=(3,))),
     "zenflow.topk_ratio": Knob(
@@ -608,12 +607,7 @@ _ELSEWHERE: dict[str, Knob] = {
         lossy="master weights and gradients are kept in fp16",
     ),
     DEEPCOMPILE: Knob(
-        bool,
-        _with(COMPILED, stages=(1, 2, 3), otherwise=True),
-        off=False,
-        needs=(cuda, engine_compile, a_compiler),
-        op="DeepCompileBuilder",
-        since=(0, 16, 6),
+        bool, _with(COMPILED, stages=(1, 2, 3)), off=False, needs=(cuda,), op="DeepCompileBuilder", since=(0, 16, 6)
     ),
     OFFLOADED_ACTIVATIONS: Knob(bool, _with(DEEPCOMPILE, stages=(3,)), off=False, since=(0, 16, 6)),
     OFFLOADED_STATES: Knob(
@@ -656,7 +650,7 @@ def is_read(name: str, knobs: Knobs) -> bool:
     if stage == 0:
         return False
     stage_reads = stage == 3 or not (head.startswith("stage3_") or head in _STAGE3_ONLY)
-    if head in ("offload_optimizer", "offload_param") and "." in leaf:
+    if head in OFFLOADING and "." in leaf:
         return stage_reads and offloads(knobs, head)
     return stage_reads
 

@@ -411,13 +411,12 @@ def own_memory(lib: Any, handle: Any) -> Sizes | None:
     """Return the device's own memory, or None if it has none."""
     try:
         found = lib.nvmlDeviceGetMemoryInfo(handle, lib.nvmlMemory_v2)
-        sizes = int(found.total), int(found.free), int(found.reserved)
     except (lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported):  # drivers before R510
         try:
             found = lib.nvmlDeviceGetMemoryInfo(handle)
         except lib.NVMLError_NotSupported:
             return None
-        sizes = int(found.total), int(found.free), 0
+    sizes = int(found.total), int(found.free), int(getattr(found, "reserved", 0))
     return sizes if sizes[0] else None
 
 

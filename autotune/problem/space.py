@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,6 @@ from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
-    COMPILED,
     LOSS,
     MICRO_BATCH,
     MODEL_KNOBS,
@@ -41,6 +40,7 @@ from autotune.problem.knobs import (
     FIRST_ORDER,
     KNOBS,
     OF_PACKAGES,
+    OFFLOADING,
     READ,
     ZERO,
     Release,
@@ -61,18 +61,17 @@ from autotune.versions import dotted
 MAX_CANDIDATES = 2_000_000  # more would take minutes to enumerate
 
 
+When = tuple[tuple[str, tuple[Value, ...]], ...]  # knobs, and their values at which another one exists
+
+
 @dataclass(frozen=True)
 class Domain:
     """Values of one knob, and the conditions under which it exists."""
 
     values: tuple[Value, ...]
-    when: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    when: When = ()
     is_range: bool = False  # written as from/to: a global batch may use any whole number in it
     fixed: bool = False  # set by the user: the tuner must not drop it
-
-    def applies(self, knobs: dict[str, Value]) -> bool:
-        """Return True if the knobs satisfy the domain's conditions."""
-        return all(knobs.get(name) in allowed for name, allowed in self.when)
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,8 @@ class SearchSpace:
     lossy: bool = False  # may change arithmetic, so that losses may differ
     shipped: bool = False  # written for every DeepSpeed: keys that the installed version does not know are left out
     faults: tuple[Fault, ...] = ()  # DeepSpeed's known faults: candidates with one are left out
+    # settings of a script's training that no candidate has: each is tried once, at the best candidate
+    levers: dict[str, Domain] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -94,7 +95,7 @@ class SearchSpace:
 
         Each follows the knobs that its `when` names and those that decide whether it is read.
         """
-        done: list[str] = [name for name in ("zero_stage", "offload_optimizer", "offload_param") if name in self.knobs]
+        done: list[str] = [name for name in ("zero_stage", *OFFLOADING) if name in self.knobs]
         rest = [name for name in self.knobs if name not in done and name not in RUNG_KNOBS]
         while rest:
             ready = [n for n in rest if all(c in done or c not in rest for c in self._before(n))]
@@ -115,10 +116,6 @@ class SearchSpace:
                 seen.add(key)
                 yield knobs
 
-    def why_refused(self) -> str:
-        """Return the first reason why DeepSpeed refuses a setting of this space; empty if it refuses none."""
-        return next((why for knobs in self._settings() if (why := refusal(knobs))), "")
-
     def never_read(self) -> set[str]:
         """Return the knobs that DeepSpeed reads under no setting of the others."""
         unread = set(self.order)
@@ -138,7 +135,7 @@ class SearchSpace:
             return
         name = self.order[at]
         domain = self.knobs[name]
-        if not domain.applies(knobs) or not is_read(name, knobs):
+        if not all(knobs.get(one) in allowed for one, allowed in domain.when) or not is_read(name, knobs):
             yield from self._grow(knobs, at + 1, may_leave)
             return
         for value in domain.values:
@@ -210,6 +207,11 @@ class SearchSpace:
         facts.pop("accumulation", None)
         return [(fault, facts) for fault in self.faults if fault.holds(facts) is not False]
 
+    def test_of(self, candidates: Iterable[Candidate]) -> Callable[[Candidate], bool]:
+        """Return a test for these candidates of the space, with any of its levers."""
+        known = frozenset(candidates)
+        return lambda one: Candidate(tuple(item for item in one.knobs if item[0] not in self.levers)) in known
+
     def without_faults(self, job: Job, deepspeed: Release) -> tuple[SearchSpace, list[str]]:
         """Return the space that leaves out candidates with a known fault of this DeepSpeed, and a line for each such fault.
 
@@ -245,7 +247,7 @@ DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
 MOST_NODES = 1_000_000  # of a YAML file with its aliases expanded
 _EXPECTED = "expected `knobs:` and their values"
-_PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed")
+_PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed", "levers")
 
 
 def spaces_folder() -> Path:
@@ -374,12 +376,15 @@ class _Parser:
             raise self.fail(("at_once",), f"expected a whole number of knobs, found {at_once!r}")
         knobs = data.get("knobs") or {}
         fixed = data.get("fixed") or {}
-        for section, value in (("knobs", knobs), ("fixed", fixed)):
+        levers = data.get("levers") or {}
+        for section, value in (("knobs", knobs), ("fixed", fixed), ("levers", levers)):
             if not isinstance(value, dict):
                 raise self.fail((section,), "expected a mapping of knobs to their values")
         domains: dict[str, Domain] = {}
-        for key, raw in knobs.items():
-            self._add(domains, ("knobs", str(key)), raw)
+        turned: dict[str, Domain] = {}
+        for section, value, into in (("knobs", knobs, domains), ("levers", levers, turned)):
+            for key, raw in value.items():
+                self._add(into, (section, str(key)), raw)
         for key, raw in fixed.items():
             if isinstance(raw, dict | list):
                 raise self.fail(("fixed", str(key)), "expected one value; a dotted key reaches into a section")
@@ -394,9 +399,9 @@ class _Parser:
                 if not set(allowed) & set(domains[condition].values):
                     raise self.fail(("knobs", name, "when"), f"{condition} is never one of {list(allowed)}")
         name, about = str(data.get("name") or Path(self.file).stem), str(data.get("about") or "")
-        space = SearchSpace(name, about, domains, self.text, at_once, self.lossy)
+        space = SearchSpace(name, about, domains, self.text, at_once, self.lossy, levers=turned)
         if next(space.families(), None) is None:
-            raise self.fail(("knobs",), f"DeepSpeed refuses every setting: {space.why_refused()}")
+            raise self.fail(("knobs",), f"DeepSpeed refuses every setting: {refusal(next(space._settings()))}")
         return space
 
     def _collect(self, node: yaml.Node, path: tuple[str, ...]) -> None:
@@ -419,7 +424,7 @@ class _Parser:
         self._check_key(path, name)
         if name in domains:
             raise self.fail(path, "is given twice (its short name and its DeepSpeed key are one knob)")
-        when: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+        when: When = ()
         is_range = False
         if isinstance(raw, dict):
             values, when, is_range = self._mapping(path, raw)
@@ -530,8 +535,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
             has a knob that the installed DeepSpeed does not know.
     """
     own = for_job(space, job)
-    compiles = COMPILED in own.knobs and True in own.knobs[COMPILED].values
-    around = RequirementInputs.of(job, hardware, space.lossy, compiles)
+    around = RequirementInputs.of(job, hardware, space.lossy)
     if here:
         _check_own(around)
     else:
@@ -539,7 +543,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     knobs: dict[str, Domain] = {}
     lacking: dict[str, list[str]] = {}  # missing requirement -> settings that lack it
     referred = {condition for domain in own.knobs.values() for condition, _ in domain.when}
-    for name, domain in own.knobs.items():
+    for name, domain in {**own.levers, **own.knobs}.items():
         missing = {value: why for value in domain.values if (why := unmet(name, value, around))}
         for value, why in missing.items():
             lacking.setdefault(why, []).append(f"{name} {value}")
@@ -547,7 +551,8 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
         if left is not None and (name in referred or not _nothing_but_off(name, left, around)):
             knobs[name] = left
     notes = [f"{', '.join(settings)} {why}: left out" for why, settings in lacking.items()]
-    narrowed = dataclasses.replace(own, knobs=knobs)
+    levers = {name: knobs.pop(name) for name in own.levers if name in knobs}
+    narrowed = dataclasses.replace(own, knobs=knobs, levers=levers)
     unread = narrowed.never_read() & KNOBS.keys() & space.knobs.keys()
     for name in sorted(unread):
         why = f"{name} is read by no candidate of space {space.name}: it needs {KNOBS[name].read.where}"
@@ -557,7 +562,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
         del knobs[name]
-    whole = dataclasses.replace(own, knobs=knobs)
+    whole = dataclasses.replace(narrowed, knobs=knobs)
     if not here:
         return Fitted(whole, notes)
     without, faults = whole.without_faults(job, around.deepspeed)
@@ -569,7 +574,7 @@ def _check_own(around: RequirementInputs) -> None:
 
     DeepSpeed may ignore other knobs, and a script with them was seen to start.
     """
-    around = dataclasses.replace(around, lossy=True, compiles=True)
+    around = dataclasses.replace(around, lossy=True)
     for name, value in settings_of(around.job.base_config).items():
         if name not in KNOBS or is_off(name, value, around.job.precision):
             continue
@@ -640,9 +645,10 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
         knobs.pop(PACKING, None)
     if job.loss != FULL or job.task != CAUSAL:
         knobs.pop(LOSS, None)
+    seen = job.profile
+    space = dataclasses.replace(space, levers={name: one for name, one in space.levers.items() if name in seen.levers})
     if job.script is None:
         return dataclasses.replace(space, knobs=knobs)
-    seen = job.profile
     for knob in MODEL_KNOBS:
         knobs.pop(knob, None)
     if not seen.checkpointing:

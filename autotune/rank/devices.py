@@ -227,8 +227,7 @@ class CpuDevice(Device):
 
     def lift_cap(self) -> None:
         """Raise the limit of the data segment to the hard limit."""
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, 2 * resource.getrlimit(resource.RLIMIT_DATA)[1:])
 
 
 def make_device(name: str, pid: int) -> Device:

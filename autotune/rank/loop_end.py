@@ -93,7 +93,7 @@ def _conditions(file: str, line: int, first_line: int) -> tuple[tuple[int, _Cond
 
 
 def _conditions_of(loop: ast.For | ast.While) -> Iterator[tuple[int, _Condition]]:
-    if isinstance(loop, ast.For) and _is_call(loop.iter, "range") and isinstance(loop.target, ast.Name):
+    if isinstance(loop, ast.For) and _called(loop.iter) == "range" and isinstance(loop.target, ast.Name):
         arguments = loop.iter.args  # type: ignore[attr-defined]
         limit = ast.unparse(arguments[min(1, len(arguments) - 1)])
         text = f"for {loop.target.id} in {ast.unparse(loop.iter)}"
@@ -110,8 +110,9 @@ def _conditions_of(loop: ast.For | ast.While) -> Iterator[tuple[int, _Condition]
                     yield one.lineno, _Condition(counter, limit, ast.unparse(one))
 
 
-def _is_call(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name and bool(node.args)
+def _called(node: ast.AST) -> str:
+    """Return the name of the function that a node calls; empty for any other node."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 @functools.lru_cache
@@ -120,8 +121,7 @@ def _compiled(expression: str) -> types.CodeType | None:
     tree = ast.parse(expression, mode="eval")
     kinds = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Load)
     for node in ast.walk(tree.body):
-        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLED
-        if not called and not isinstance(node, kinds):
+        if _called(node) not in _CALLED and not isinstance(node, kinds):
             return None
     return compile(tree, "<condition>", "eval")
 

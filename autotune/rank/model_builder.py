@@ -313,15 +313,25 @@ def vocabulary_slices(vocabulary: int) -> Iterator[slice]:
 
 
 def _slice_of_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None
-) -> torch.Tensor:
-    """Return (tokens, rows of the slice) logits as the model makes them, in 32 bits."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    at: slice,
+    scale: float,
+    cap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (tokens, rows of the slice) logits as the model makes them, in 32 bits.
+
+    Also return which targets are in the slice (tokens,), and their places in it (tokens, 1).
+    """
+    logits = torch.nn.functional.linear(hidden, weight[at], None if bias is None else bias[at])
     if scale != 1.0:
         logits = logits * scale
     if cap:
         logits = torch.tanh(logits / cap) * cap
-    return logits.float()
+    place = (targets - at.start).clamp(0, logits.shape[1] - 1).unsqueeze(-1)
+    return logits.float(), (targets >= at.start) & (targets < at.stop), place
 
 
 class SlicedLoss(torch.autograd.Function):
@@ -344,13 +354,9 @@ class SlicedLoss(torch.autograd.Function):
         sums = hidden.new_full(targets.shape, -math.inf, dtype=torch.float32)
         own = torch.zeros_like(sums)
         for at in vocabulary_slices(len(weight)):
-            logits = _slice_of_logits(hidden, weight[at], None if bias is None else bias[at], scale, cap)
+            logits, inside, place = _slice_of_logits(hidden, weight, bias, targets, at, scale, cap)
             torch.logaddexp(sums, logits.logsumexp(-1), out=sums)
-            inside, place = (
-                (targets >= at.start) & (targets < at.stop),
-                (targets - at.start).clamp(0, logits.shape[1] - 1),
-            )
-            own = torch.where(inside, logits.gather(-1, place.unsqueeze(-1)).squeeze(-1), own)
+            own = torch.where(inside, logits.gather(-1, place).squeeze(-1), own)
             del logits
         counted = targets != IGNORED
         ctx.scale, ctx.cap = scale, cap
@@ -367,14 +373,10 @@ class SlicedLoss(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in vocabulary_slices(len(weight)):
-            logits = _slice_of_logits(hidden, weight[at], None if bias is None else bias[at], ctx.scale, ctx.cap)
+            logits, inside, place = _slice_of_logits(hidden, weight, bias, targets, at, ctx.scale, ctx.cap)
             slope = (1 - (logits / ctx.cap).square()) * ctx.scale if ctx.cap else ctx.scale
-            inside, place = (
-                (targets >= at.start) & (targets < at.stop),
-                (targets - at.start).clamp(0, logits.shape[1] - 1),
-            )
             of_logits = logits.sub_(sums.unsqueeze(-1)).exp_()
-            of_logits.scatter_add_(-1, place.unsqueeze(-1), -inside.float().unsqueeze(-1))
+            of_logits.scatter_add_(-1, place, -inside.float().unsqueeze(-1))
             low = of_logits.mul_(share).mul_(slope).to(hidden.dtype)
             del logits, of_logits, slope
             of_hidden += low @ weight[at]

@@ -30,6 +30,7 @@ from autotune.problem.candidate import (
     CHECKPOINTING,
     KNOBS,
     MICRO_BATCH,
+    RUNG_KNOBS,
     Candidate,
     Value,
     describe,
@@ -37,6 +38,7 @@ from autotune.problem.candidate import (
 )
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, under_lightning, weights_bytes
+from autotune.problem.knobs import LEVERS
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     checkpointing_changes,
@@ -53,7 +55,6 @@ from autotune.script.environment import secrets_of
 from autotune.script.profile import growth_line, other_batch
 from autotune.script.recorded import options_to_type
 from autotune.script.script import (
-    KNOWN_FLAGS,
     carries_knob,
     command_names_config,
     command_sets_all,
@@ -455,7 +456,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         return ""
     yours = f"yours ({_briefly(own.candidate)}{_large_buckets(own.candidate, own.outcome, job)})"
     winner = facts.winner
-    measured = winner.outcome.measurement if winner and winner.outcome else None
+    measured = facts.winning
     if own.outcome.measurement is None:
         won = f"; winner: {throughput_text(measured)}" if measured else ""
         ended = _oom_text(own.candidate, own.outcome, job)
@@ -469,7 +470,8 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     barred = f"; yours cannot win: {remark}" if remark else ""
     if ratio.is_noise:
         return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}){barred}"
-    return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}){barred}"
+    gains = ", ".join(f"{gain:.2f}x by {' and '.join(map(knob_words, names))}" for names, gain in facts.gains)
+    return f"{yours}: the winner is {ratio.times:.2f}x yours{gains and f': {gains}'} ({alike}){barred}"
 
 
 def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
@@ -503,10 +505,9 @@ def verdict_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
 
 def winner_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
     """Describe the winner, or why there is none."""
-    record = facts.winner
-    if record is None or record.outcome is None or record.outcome.measurement is None:
+    record, measured = facts.winner, facts.winning
+    if record is None or measured is None:
         return no_winner_lines(facts, job, hardware)
-    measured = record.outcome.measurement
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     mfu = f", MFU {100 * measured.mfu:.1f} %" if measured.mfu is not None else ""
     lines = [
@@ -540,10 +541,9 @@ def _certainty(facts: StudyFacts, measured: Measurement) -> str:
 
 def detail_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
     """Describe what the verdict leaves out: speed per rank, training compared, other configs, torch without DeepSpeed."""
-    record = facts.winner
-    if record is None or record.outcome is None or record.outcome.measurement is None:
+    record, measured = facts.winner, facts.winning
+    if record is None or measured is None:
         return []
-    measured = record.outcome.measurement
     lines = [_per_rank(measured, job, hardware)] if job.ranks > 1 else []
     if measured.mfu is not None:
         lines.append(f"{measured.model_tflops_per_gpu:.1f} model TFLOP/s per GPU")
@@ -647,11 +647,13 @@ def train_with(
         hints += [f"  {lightnings_own(winner)}"]
     carried = job.profile.checkpointed or carries_knob(job.script, CHECKPOINTING)
     hints += [f"  {line}" for line in checkpointing_changes(winner, job, carried=carried)]
-    if job.profile.through_arguments and not job.script.holds_batch:
-        sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
-        open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
-        named = ", ".join(f"{KNOWN_FLAGS[knob].removeprefix('--')}={size}" for knob, size in open_sizes.items())
-        hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
+    carriers = [knob for knob in (*RUNG_KNOBS, *LEVERS) if not carries_knob(job.script, knob)]
+    left = [(KNOBS[knob], value) for knob, value in winner.passed_knobs(job.script) if knob in carriers]
+    if job.profile.through_arguments and left:
+        named = ", ".join(f"{one.trainer}={value}" for one, value in left)
+        hints += [f"  with {named} in its TrainingArguments, which the config does not set"]
+    elif not job.profile.through_arguments:
+        hints += [f"  {one.in_code}, as `autotune launch` does: it was measured so" for one, _ in left if one.in_code]
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
     if secrets := secrets_of(job.profile.environment):

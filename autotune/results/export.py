@@ -18,6 +18,7 @@ from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
     EXPANDABLE,
+    KNOBS,
     MICRO_BATCH,
     MODEL_KNOBS,
     Candidate,
@@ -27,7 +28,7 @@ from autotune.problem.candidate import (
 )
 from autotune.problem.ds_config import value_at
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
-from autotune.problem.knobs import is_off, lossy_of
+from autotune.problem.knobs import LEVERS, is_off, lossy_of
 from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE, has_expert_modules
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
@@ -109,13 +110,9 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
     }
     if candidate.checkpointing:
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    made = job_with_candidate(job, candidate)
-    if made.compiled:
-        arguments["torch_compile"] = True
-    if made.liger or made.loss == LIGER_LOSS:
-        arguments["use_liger_kernel"] = True
-    if made.loss == LIGER_LOSS:
-        arguments["liger_kernel_config"] = dict(LIGER_LOSS_ALONE)
+    arguments |= {one.trainer: value for one, value in _levers(candidate)}
+    if job_with_candidate(job, candidate).loss == LIGER_LOSS:
+        arguments |= {"use_liger_kernel": True, "liger_kernel_config": dict(LIGER_LOSS_ALONE)}
     if device == "cpu":
         arguments["use_cpu"] = True
     return arguments
@@ -348,10 +345,6 @@ def training_changes(candidate: Candidate, job: Job, variables: Mapping[str, str
             f"call deepspeed.utils.set_z3_leaf_modules(model, [the class of the MoE block]) before deepspeed.initialize: it was "
             f"measured so, and transformers {transformers} keeps each expert in a module that some ranks skip"
         )
-    if job_with_candidate(job, candidate).compiled:
-        lines.append(
-            "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"
-        )
     lines += [f"compare losses: it {line}" for line in lossy_settings(candidate, job)]
     if candidate.offload_optimizer != "none" and "type" not in job.own_optimizer:
         lines.append(
@@ -381,9 +374,15 @@ def needs_of_model(candidate: Candidate, job: Job) -> list[str]:
         lines.append(f"load the base model with BitsAndBytesConfig({loaded}): it was measured with 4-bit weights")
     if made.packed:
         lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
-    if made.liger:
-        lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
+    lines += [
+        f"{one.in_code} (Trainer: {one.trainer}={value}): it was measured so" for one, value in _levers(candidate)
+    ]
     return lines + needs_of_loss(made)
+
+
+def _levers(candidate: Candidate) -> list[tuple[Any, Any]]:
+    """Return the levers that are on, with their values."""
+    return [(KNOBS[name], value) for name, value in candidate.knobs if name in LEVERS and value]
 
 
 def needs_of_loss(made: Job) -> list[str]:

@@ -12,19 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Script
 from autotune.script.command_line import framework_of
 from autotune.script.environment import VARIABLE
 
 Place = tuple[str, ...]  # keys, from the top
-# Names of each knob in such files: transformers' names, axolotl's, DeepSpeed's.
-NAMES = {
-    MICRO_BATCH: ("per_device_train_batch_size", "micro_batch_size", MICRO_BATCH),
-    ACCUMULATION: (ACCUMULATION,),
-    CHECKPOINTING: ("gradient_checkpointing",),
-}
+_MICRO_BATCHES = ("micro_batch_size", MICRO_BATCH)  # names in axolotl's files and DeepSpeed's, besides transformers'
 CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face's arguments that name the config's file
 # One of these at the top makes a JSON object a DeepSpeed config.
 DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
@@ -33,7 +28,10 @@ OUTPUT = "output_dir"
 # A trial's folder links to all of the user's files. No file of theirs has these names.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
 _MOST_LINKS = 1000  # links into one output folder
-_TELLING = (CONFIG, OUTPUT, *(name for names in NAMES.values() for name in names))
+_TELLING = (
+    *(CONFIG, OUTPUT, *_MICRO_BATCHES),
+    *(KNOBS[knob].trainer for knob in (MICRO_BATCH, ACCUMULATION, CHECKPOINTING)),
+)
 
 
 def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config: str | None) -> dict[Place, Any]:
@@ -237,13 +235,12 @@ def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | Non
     framework = framework_of(script)
     if framework and knob in framework.negated:
         return (find_key(data, (framework.negated[knob],)) or (framework.negated[knob],)), True
-    if knob not in NAMES:
+    name = KNOBS[knob].trainer if knob in KNOBS else ""
+    if not name:
         return None, False
-    known = find_key(data, NAMES[knob])
-    if known is None and _trainers(script, data):
-        dialect = "micro_batch_size" if find_key(data, ("micro_batch_size",)) is not None else NAMES[knob][0]
-        return (*_beside(data), dialect if knob == MICRO_BATCH else NAMES[knob][0]), False
-    return known, False
+    known = find_key(data, (name, *_MICRO_BATCHES * (knob == MICRO_BATCH)))
+    added = (*_beside(data), name) if known is None and _trainers(script, data) else None
+    return known or added, False
 
 
 def _trainers(script: Script, data: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
+from autotune.problem.candidate import ACCUMULATION, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.problem.ds_config import read_config
 from autotune.problem.job import Script, script_text, under_lightning
 from autotune.script.argument_files import (
@@ -46,11 +46,7 @@ from autotune.script.environment import VARIABLE, to_set
 # User's own training script: its command line, and the flags that carry a candidate into it.
 
 # Hugging Face's names, in Trainer's arguments and in the parsers of its examples.
-KNOWN_FLAGS = {
-    MICRO_BATCH: "--per_device_train_batch_size",
-    ACCUMULATION: "--gradient_accumulation_steps",
-    CHECKPOINTING: "--gradient_checkpointing",
-}
+KNOWN_FLAGS = {knob: f"--{one.trainer}" for knob, one in KNOBS.items() if one.trainer}
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # flags that the `deepspeed` launcher passes to every rank
 _NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
 # flags to look for in the script's parser
@@ -108,8 +104,8 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
 
 def yes_or_no_flags(script: Script) -> set[str]:
     """Return the flags of boolean knobs."""
-    declared = (flag for knob, flag in script.flags if KNOBS[knob].is_switch)
-    return {KNOWN_FLAGS[CHECKPOINTING], *_NEGATED_FLAGS, *declared}
+    switches = (flag for knob, flag in (*KNOWN_FLAGS.items(), *script.flags) if KNOBS[knob].is_switch)
+    return {*_NEGATED_FLAGS, *switches}
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:

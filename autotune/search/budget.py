@@ -16,7 +16,7 @@ from autotune.util.units import format_duration
 MOST_RESERVED = 0.4  # share of the budget, at most, that is reserved for verification
 SLACK = 1.2  # factor on expected seconds
 WARMUP_STEPS = 3  # steps before a measurement
-REFERENCE_SHARE = 0.1  # share of the budget, at most, for trials without DeepSpeed
+REFERENCE_SHARE = 0.1  # share of the budget, at most, for trials after the search
 LEAST_REFERENCE_BUDGET = 60.0  # seconds; a shorter budget holds no such trials
 
 
@@ -43,7 +43,7 @@ class Budget:
     ) -> None:
         self.executor, self.proposer, self.verify_spec = executor, proposer, verify_spec
         self.budget_seconds, self._look, self._own = budget_seconds, look, own
-        self.references = 0  # trials without DeepSpeed that follow the search
+        self.following = 0  # trials after the search: those of levers, and those without DeepSpeed
         self._began = executor.now() - spent_seconds
 
     @property
@@ -54,12 +54,12 @@ class Budget:
     @property
     def left_seconds(self) -> float:
         """Return the seconds left for search and verification."""
-        kept = min(REFERENCE_SHARE * self.budget_seconds, self.references * self.reference_seconds)
+        kept = min(REFERENCE_SHARE * self.budget_seconds, self.following * self.following_seconds)
         return self.budget_seconds - self.used_seconds - kept
 
     @property
-    def reference_seconds(self) -> float:
-        """Expected seconds of one trial without DeepSpeed; 0 before anything was measured."""
+    def following_seconds(self) -> float:
+        """Expected seconds of one trial after the search; 0 before anything was measured."""
         if self._best is None:
             return 0.0
         measuring = max((WARMUP_STEPS + REFERENCE.min_steps) * self._step_seconds, REFERENCE.min_seconds)

@@ -13,6 +13,7 @@ from functools import cached_property
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, describe, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.knobs import FIRST_ORDER, LEVERS
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.certificate import Verdict, compare
 from autotune.search.trials import AS_IS, NO_CALL, RESUME, SEARCH, TRAINING, VERIFY, Call, Record
@@ -637,6 +638,31 @@ class StudyFacts:
         measured = [one for one, outcome in self._ended if outcome.measurement is not None]
         texts = {one.number: self._board.why_not_compared(self._at, one) for one in measured}
         return {number: text for number, text in texts.items() if text and number not in self.remarks}
+
+    @property
+    def winning(self) -> Measurement | None:
+        """Measurement of the winner."""
+        return self._board.measured[self._at][1] if self._at is not None else None
+
+    @property
+    def gains(self) -> list[tuple[list[str], float]]:
+        """Parts of `own_ratio`, with the knobs of each: of all but the levers, and of each lever; empty without levers."""
+        (base, levers), ratio = self.levers, self.own_ratio
+        if not levers or ratio is None or self.own is None:
+            return []
+        own = self.own.candidate
+        first = [name for name in FIRST_ORDER if base.get(name, False) != own.get(name, False)]
+        return [(first, ratio.times / math.prod(levers.values())), *(([name], gain) for name, gain in levers.items())]
+
+    @property
+    def levers(self) -> tuple[Candidate, dict[str, float]]:
+        """The winner without its levers, and by lever the ratio of the speeds with it and without."""
+        at, gains = self._at or Candidate(()), dict[str, float]()
+        for name in LEVERS[::-1]:
+            base = Candidate(tuple(one for one in at.knobs if one[0] != name))
+            if ratio := self._board.ratio(at, base):
+                at, gains[name] = base, ratio.times
+        return at, gains
 
     @property
     def own_ratio(self) -> SpeedRatio | None:

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -338,16 +338,18 @@ class StudyStore:
         have = f"0 to {records[-1].number}" if records else "none yet"
         raise UserError(f"study {self.name} has no trial {number}: its trials are {have}")
 
-    def leaderboard(self, hardware: Hardware, job: Job, candidates: Set[Candidate], began: int) -> Leaderboard:
+    def leaderboard(
+        self, hardware: Hardware, job: Job, is_inside: Callable[[Candidate], bool], began: int
+    ) -> Leaderboard:
         """Return the trials as a call sees them whose first trial has the number `began`.
 
         Args:
             hardware: of the call.
             job: of the call.
-            candidates: the call's space, which may differ from that of earlier calls.
+            is_inside: test for the call's space, which may differ from that of earlier calls.
         """
         records = self.records()
-        outside = {record.candidate for record in records} - candidates
+        outside = {record.candidate for record in records if not is_inside(record.candidate)}
         return Leaderboard(records, hardware, job, outside=outside, began=began)
 
     def measured(self) -> dict[Candidate, Measurement]:

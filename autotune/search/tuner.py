@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ from autotune.problem.candidate import (
     MICRO_BATCH,
     MODEL_KNOBS,
     Candidate,
+    Value,
+    describe,
     samples,
 )
 from autotune.problem.knobs import lossy_of
@@ -107,7 +109,7 @@ class Tuner:
             MachineError: the machine failed repeatedly before the first measurement.
         """
         self.trials.replay_study()
-        if line := mark_out_of_space(self.store, self.proposer.candidates):
+        if line := mark_out_of_space(self.store, self.trials.is_inside):
             self.observer.print_line(line)
         self.store.begin_call(self.budget.budget_seconds)
         try:
@@ -171,6 +173,7 @@ class SearchLoop:
         self.executor, self._beside = executors[0], executors[1:]
         self.proposer, self.workers = trials.proposer, trials.workers
         self.tried = 0
+        trials.budget.following += len(self.proposer.space.levers)
 
     @property
     def parallel(self) -> bool:
@@ -178,10 +181,28 @@ class SearchLoop:
         return bool(self._beside)
 
     def run(self) -> Stop:
-        """Search with all executors and return the reason for the end.
+        """Search with all executors, turn the levers, and return the reason for the end of the search.
 
-        Verification then uses the first executor alone.
+        Levers and verification use the first executor alone.
         """
+        stop = self._search()
+        self.trials.budget.following = 0
+        with self.workers.locked():
+            for name, domain in self.proposer.space.levers.items():
+                self._turn(name, domain.values[0])
+        return stop
+
+    def _turn(self, name: str, value: Value) -> None:
+        """Measure the best candidate with a lever, unless it was tried or no time is left for it and a verification."""
+        board, budget = self.trials.leaderboard, self.trials.budget
+        needed = budget.reserve_seconds + budget.following_seconds
+        if board.best is None or budget.left_seconds < needed or self.why_stop():
+            return
+        turned = board.best.but(**{name: value})
+        if turned not in {record.candidate for record in board.ended}:
+            self._measure(self.executor, Proposal(turned, f"{describe({name: value})} at the best config"))
+
+    def _search(self) -> Stop:
         if not self._beside or self.why_stop() is not None:
             with self.workers.locked():
                 return self._work(self.executor)
@@ -220,14 +241,17 @@ class SearchLoop:
                     self._await_news()
                     continue
                 return self.proposer.stopped or StopReason.ALL_TRIED.stop()
-            patience = self.proposer.patience(proposal.candidate)
-            name = f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
-            session = executor.session(proposal.candidate, name, patience)
-            try:
-                self._measure_ladder(session, proposal)
-            finally:
-                with self.workers.teardown_section(proposal.candidate):
-                    session.close()
+            self._measure(executor, proposal)
+
+    def _measure(self, executor: Executor, proposal: Proposal) -> None:
+        patience = self.proposer.patience(proposal.candidate)
+        name = f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
+        session = executor.session(proposal.candidate, name, patience)
+        try:
+            self._measure_ladder(session, proposal)
+        finally:
+            with self.workers.teardown_section(proposal.candidate):
+                session.close()
 
     def _await_news(self) -> None:
         """Wait until a trial of a peer or another worker starts or ends, or this call must stop."""
@@ -320,11 +344,11 @@ class TrialRecorder:
         self.certifier = Certifier(proposer.job)
         self.known: set[int] = set()  # numbers of the trials that the proposer has learned
         self.running_elsewhere: list[Record] = []  # trials of peers
-        self._candidates, self._began = frozenset(proposer.candidates), 0
+        self.is_inside, self._began = proposer.space.test_of(proposer.candidates), 0
         self._look()
 
     def _look(self) -> None:
-        about = (self.proposer.hardware, self.proposer.job, self._candidates, self._began)
+        about = (self.proposer.hardware, self.proposer.job, self.is_inside, self._began)
         self.leaderboard = self.store.leaderboard(*about)
 
     def _gained(self) -> list[tuple[Record, Outcome]]:
@@ -422,6 +446,8 @@ class TrialRecorder:
         excludes nothing. Nor does a trial that was too slow for a shorter budget of another call.
         """
         candidate, proposer = record.candidate, self.proposer
+        if not proposer.space.levers.keys().isdisjoint(candidate.as_dict):
+            return  # a lever speaks for none of the candidates, which have none
         if outcome.least_step_seconds is not None and record.tuner != self.store.tuner:
             fixable |= outcome.seconds < TRIAL_SHARE * self.budget.left_seconds
         if fixable or proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes):
@@ -641,17 +667,17 @@ class References:
         is_possible = executor.runs_torch_alone and self.budget.budget_seconds >= LEAST_REFERENCE_BUDGET
         stages = (0, 3) if is_possible else ()
         self._why_not = {stage: why_no_reference(Candidate.of({"zero_stage": stage}), self._job) for stage in stages}
-        self.budget.references = sum(not why for why in self._why_not.values())
+        self.budget.following += sum(not why for why in self._why_not.values())
 
     def run(self, winner: Candidate) -> None:
         """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget."""
-        self.budget.references, began = 0, self.budget.used_seconds  # the search no longer keeps their time free
+        self.budget.following, began = 0, self.budget.used_seconds  # the search no longer keeps their time free
         for stage, why in self._why_not.items():
             if self.trials.cancelled() or not self.trials.leaderboard.verified_now(winner):
                 break
             name, spent = reference_name(stage, self._job), self.budget.used_seconds - began
             left = min(REFERENCE_SHARE * self.budget.budget_seconds - spent, self.budget.left_seconds)
-            needed = self.budget.reference_seconds
+            needed = self.budget.following_seconds
             if not why and needed > left:
                 free = format_duration(max(0.0, left))
                 why = f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
@@ -736,15 +762,15 @@ def downgrade_first_failure(
 # -- candidates outside the space --------------------------------------------------------------------------------------
 
 
-def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> str:
+def mark_out_of_space(store: StudyStore, is_inside: Callable[[Candidate], bool]) -> str:
     """Store the trials of measured candidates outside this call's space.
 
     Returns:
         A line for the user; empty if there are none.
     """
-    space, records = frozenset(candidates), store.records()
+    records = store.records()
     measured = {record.candidate for record in records if record.outcome and record.outcome.measurement}
-    outside = measured - space
+    outside = measured - {*filter(is_inside, measured)}
     store.note_set_aside([record.number for record in records if record.candidate in outside])
     if not outside:
         return ""

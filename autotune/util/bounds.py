@@ -15,7 +15,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def check_data(data: Any, where: str) -> None:
     Raises:
         UserError: a value is out of bounds; the message has its dotted key.
     """
-    for path, value, is_key in _leaves(data, ()):
+    for path, value, is_key in leaves(data):
         why = invalid_reason(value)
         if is_key and not why and not str(value).isprintable():
             why = f"the key {display_value(value)} holds control characters"
@@ -101,16 +101,17 @@ def check_data(data: Any, where: str) -> None:
             raise UserError(f"{where}: {display_value('.'.join(path)) + ': ' if path else ''}{why}")
 
 
-def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, bool]]:
+def leaves(data: Any, path: Sequence[str] = ()) -> Iterator[tuple[Sequence[str], Any, bool]]:
+    """Yield (path, value, False) of each value without parts, and (path, key, True) of each key."""
     if len(path) > _MOST_DEPTH:
         raise RecursionError("nested too deeply")
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield path, key, True
-            yield from _leaves(value, (*path, str(key)))
+            yield from leaves(value, (*path, str(key)))
     elif isinstance(data, list | tuple):
         for at, value in enumerate(data):
-            yield from _leaves(value, (*path, str(at)))
+            yield from leaves(value, (*path, str(at)))
     else:
         yield path, data, False
 

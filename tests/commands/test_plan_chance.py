@@ -63,6 +63,11 @@ def where(trace: Trace, space: SearchSpace, sigmas: float) -> Hardware:
     return dataclasses.replace(CARD, memory_bytes=int(table.needed[place] + sigmas * table.peak_sigma[place]))
 
 
+def first_rung(setup: PlanSetup, trace: Trace, patch: pytest.MonkeyPatch) -> object:
+    patch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
+    return launch._planned_ladder(setup, convert=False)[0].candidate
+
+
 def test_the_headline_is_the_fastest_that_surely_fits(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, setup, predictor = planned(trace, where(trace, SPACE, 0.3))
     assert all(one.sure and one.chance >= SURE - 1e-3 for one in plan.best)
@@ -71,8 +76,7 @@ def test_the_headline_is_the_fastest_that_surely_fits(trace: Trace, monkeypatch:
     assert plan.best[0].samples_per_second < at_even_odds, "there is a faster one at a coin toss"
     assert "fastest " in text_of(plan)
     assert "; fits: 9" in text_of(plan)
-    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
-    assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
+    assert first_rung(setup, trace, monkeypatch) == plan.best[0].candidate
 
 
 def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
@@ -91,8 +95,7 @@ def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
     assert "likeliest" in text
     assert "fits: only 69%" in text
     assert plan.best[0].peak_interval[1] > card.capacity_bytes, "it is not cut at the card"
-    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
-    assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
+    assert first_rung(setup, trace, monkeypatch) == plan.best[0].candidate
 
 
 def test_a_plan_below_the_chance_asked_for_exits_with_3(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,12 +30,19 @@ def servers() -> list[int]:
     return found
 
 
-@pytest.mark.slow
-def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path) -> None:
+@contextmanager
+def begun_station(folder: Path) -> Iterator[tuple[LocalMachine, int]]:
+    """A machine, and its fork server that was begun."""
     before = set(servers())
-    with closing(LocalMachine(tmp_path / "not-yet", Ops(print), lambda: False)) as station:
+    with closing(LocalMachine(folder, Ops(print), lambda: False)) as station:
         station.begin(NEEDS)
         (begun,) = set(servers()) - before
+        yield station, begun
+
+
+@pytest.mark.slow
+def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path) -> None:
+    with begun_station(tmp_path / "not-yet") as (station, begun):
         assert station.broken, "nothing can be launched before it is open"
         station.open(NEEDS)
         assert isinstance(station.launcher, ForkLauncher)
@@ -43,18 +51,13 @@ def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path)
 
 
 def test_one_that_imports_something_else_is_ended(tmp_path: Path) -> None:
-    before = set(servers())
-    with closing(LocalMachine(tmp_path, Ops(print), lambda: False)) as station:
-        station.begin(NEEDS)
-        (begun,) = set(servers()) - before
+    with begun_station(tmp_path) as (station, begun):
         station.open(dataclasses.replace(NEEDS, training=True))
         assert isinstance(station.launcher, SpawnLauncher)
         assert not pid_lives(begun)
 
 
 def test_one_that_nobody_waited_for_is_ended(tmp_path: Path) -> None:
-    before = set(servers())
-    with closing(LocalMachine(tmp_path, Ops(print), lambda: False)) as station:
-        station.begin(NEEDS)
-        (begun,) = set(servers()) - before
+    with begun_station(tmp_path) as (_, begun):
+        pass
     assert not pid_lives(begun)

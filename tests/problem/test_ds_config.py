@@ -126,6 +126,12 @@ def test_any_value_of_a_knob_is_taken_or_refused(tmp_path: Path, value: Any) -> 
             assert path in str(error)
 
 
+def measured_with(candidate: Any, job: Any) -> str:
+    measured = Measurement(1.0, 0.01, 5, 8.0, 256.0, 2**30)
+    about = meta(candidate, job, measured, study="s", trial=0, verified=True, fingerprint={}, headroom=0.05, threads=1)
+    return str(about["measured_with_optimizer"])
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "config",
@@ -152,19 +158,15 @@ def test_what_passes_goes_all_the_way(tmp_path: Path, config: dict[str, Any]) ->
     assert needed_ops([candidate], job, "cuda") is not None
     assert optimizer_of_trials(job).state_bytes
     assert training_arguments(candidate, job)["deepspeed"]
-    measured = Measurement(1.0, 0.01, 5, 8.0, 256.0, 2**30)
-    about = meta(candidate, job, measured, study="s", trial=0, verified=True, fingerprint={}, headroom=0.05, threads=1)
-    assert about["measured_with_optimizer"]
+    assert measured_with(candidate, job)
 
 
 @pytest.mark.parametrize("section", ["AdamW", "auto", None, {"type": "SGD"}])
 def test_a_word_in_a_scripts_config_is_no_optimizer_of_ours(section: Any) -> None:
     job = make_job(4, base_config={"optimizer": section})
     candidate = load_space("default").candidates(make_job(4))[0]
-    measured = Measurement(1.0, 0.01, 5, 8.0, 256.0, 2**30)
-    about = meta(candidate, job, measured, study="s", trial=0, verified=True, fingerprint={}, headroom=0.05, threads=1)
     expected = "SGD" if isinstance(section, dict) else job.optimizer
-    assert (about["measured_with_optimizer"], job.optimizer_kind) == (expected, expected.lower())
+    assert (measured_with(candidate, job), job.optimizer_kind) == (expected, expected.lower())
     assert optimizer_of_trials(job).state_bytes
     assert needed_ops([candidate], job, "cuda") is not None
 

@@ -91,7 +91,8 @@ def rows() -> dict[str, Row]:
 
 @cache
 def shipped_knobs() -> frozenset[str]:
-    return frozenset(name for space in shipped_spaces() for name in load_space(space).knobs)
+    spaces = map(load_space, shipped_spaces())
+    return frozenset(name for space in spaces for name in (*space.knobs, *space.levers))
 
 
 def _is_predicted(a: Candidate, b: Candidate) -> bool:

@@ -158,7 +158,6 @@ def test_a_knob_is_decided_after_what_it_depends_on_however_it_is_written() -> N
         ("communication_data_type", "bf16", ONE, {"precision": "fp32"}, "losses may differ"),
         ("communication_data_type", "fp32", ONE, {}, ""),
         (ZERO + "round_robin_gradients", True, named_hardware("a100-80", 1), {}, "more than one rank"),
-        ("compile.deepcompile", True, ONE, {}, "knob compile"),
     ],
 )
 def test_what_a_setting_needs(knob: str, value: Any, hardware: Hardware, changes: dict[str, Any], why: str) -> None:
@@ -187,6 +186,7 @@ def test_what_a_job_cannot_have_is_left_out_and_said() -> None:
             "needs stage 3 with offload_optimizer cpu",
         ),
         ("{fixed: {zero_stage: 3, compile: true, compile.deepcompile: true}}", CPU, "CUDA"),
+        ("{fixed: {zero_stage: 3, compile.deepcompile: true}}", ONE, "it needs stages 1 to 3 with compile true"),
         ("{knobs: {zero_stage: [3], mics_shard_size: [-1, 4]}}", ONE, "0.19.6 was the last that knew it"),
     ],
 )

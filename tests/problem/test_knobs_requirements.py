@@ -19,8 +19,8 @@ CPU, GPUS, NODES = detect("cpu", 2), named_hardware("a100-80", 2), named_hardwar
 SCRIPT = Script(("train.py",), ".")
 
 
-def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = False, **job: Any) -> RequirementInputs:
-    return RequirementInputs.of(make_job(hardware.count, **job), hardware, lossy, compiles)
+def around(hardware: Hardware = GPUS, *, lossy: bool = False, **job: Any) -> RequirementInputs:
+    return RequirementInputs.of(make_job(hardware.count, **job), hardware, lossy)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,7 @@ def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = F
             knobs.a_script,
             around(script=SCRIPT),
             around(),
-            "needs a training script: the step boundary of a named model is fixed",
-        ),
-        (knobs.engine_compile, around(compiles=True), around(), "needs the knob compile"),
-        (knobs.engine_compile, around(compiled=True), around(), "needs the knob compile"),
-        (
-            knobs.engine_compile,
-            around(compiled=True),
-            around(compiles=True, script=SCRIPT),
-            "needs a script that calls engine.compile(), which autotune cannot see",
+            "needs a training script: a named model has fixed steps and batches",
         ),
     ],
 )

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from autotune.errors import UserError
 from autotune.problem import space as space_module
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, is_read
-from autotune.problem.space import Domain, SearchSpace, load_space, parse_space, shipped_spaces
+from autotune.problem.job import Script, ScriptProfile
+from autotune.problem.space import Domain, SearchSpace, for_job, load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 
@@ -19,10 +20,15 @@ def space_of(**knobs: Domain) -> SearchSpace:
 
 def test_a_condition_is_met_by_all_that_it_names() -> None:
     domain = Domain((1,), (("a", (1, 2)), ("b", (True,))))
-    assert domain.applies({"a": 2, "b": True, "c": 0})
-    assert not domain.applies({"a": 3, "b": True})
-    assert not domain.applies({"a": 1})
-    assert Domain((1,)).applies({})
+    space = space_of(a=Domain((1, 2, 3)), b=Domain((True, False)), c=domain)
+    assert [(one["a"], one["b"]) for one in space.families() if "c" in one] == [(1, True), (2, True)]
+
+
+def test_levers_are_of_scripts_that_have_them_off() -> None:
+    space = parse_space("{levers: {compile: true, dataloader_num_workers: 4}, knobs: {zero_stage: [1]}}")
+    script = Script(("train.py",), ".", profile=ScriptProfile(levers=("compile",)))
+    assert for_job(space, make_job(script=script)).levers == {"compile": Domain((True,))}
+    assert not for_job(space, make_job()).levers
 
 
 # -- families ------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,9 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
         "yours (ZeRO-0, micro-batch 8 x 1): the winner is 2.00x yours (400 against 200 samples/s, measured alike; its steps are "
         "of 16 samples, the winner's of 2)"
     )
+    compiled = dataclasses.replace(measured(6, SEARCH, 1, 600.0), candidate=make_candidate(0, compile=True))
+    first = verdict(compiled, [*searched, own, compiled])[0]
+    assert "3.00x yours: 2.00x by micro-batch, 1.50x by compile (600" in first
     over = measured(5, SEARCH, 8, 200.0, AS_IS, peak_mib=2**30)
     assert "; yours cannot win: over by " in verdict(slowed, [*searched, slowed, over])[0]
     kept = measured(6, SEARCH, 1, 400.0, AS_IS)
@@ -269,14 +272,15 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
-    profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
+    script = Script(("train.py", "ds.json"), str(tmp_path))
     job, config = make_job(script=script), tmp_path / "won.json"
     watched, plain = train_with(make_candidate(2, 4), job, "s", config, 5).lines()
     assert watched == "  train with: autotune launch s -- train.py ds.json"
     assert plain == f"  or without autotune: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
     (odd,) = train_with(make_candidate(2, 4), job, "lr #2", config, 5).lines(1)
     assert odd == "  train with: autotune launch 'lr #2' -- train.py ds.json"
+    *_, hint = train_with(make_candidate(2, 4, compile=True), job, "s", config, 5).lines()
+    assert hint == "    compile the model by engine.compile(), as `autotune launch` does: it was measured so"
     grown = make_candidate(2, 4, expandable_segments=True)
     _, plain = train_with(grown, job, "s", config, 5).lines()
     assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in plain

@@ -108,10 +108,8 @@ def test_arguments_of_a_trainer() -> None:
     }
     assert training_arguments(winner(), job) == plain
     assert training_arguments(winner(), job, "cpu") == {**plain, "use_cpu": True}
-    compiled = training_arguments(winner(compile=True), job)
-    assert compiled["torch_compile"] is True
-    assert "use_liger_kernel" not in compiled
-    assert training_arguments(winner(), make_job(precision="bf16", liger=True)) == {**plain, "use_liger_kernel": True}
+    levers = {"torch_compile": True, "use_liger_kernel": True}
+    assert training_arguments(winner(compile=True, liger_kernel=True), job) == {**plain, **levers}
     spared = training_arguments(winner(activation_checkpointing=True), make_job(precision="fp16"))
     assert spared["gradient_checkpointing"] is True
     assert spared["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
@@ -155,7 +153,7 @@ def test_accelerate_points_at_the_config() -> None:
             {"base_config": OWN},
             [
                 "make the model with attn_implementation='sdpa': it was measured with it",
-                "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so",
+                "compile the model by engine.compile() (Trainer: torch_compile=True): it was measured so",
             ],
         ),
         (
@@ -176,11 +174,11 @@ def test_accelerate_points_at_the_config() -> None:
             ],
         ),
         (
-            {},
-            {"base_config": OWN, "liger": True, "task": "classification"},
+            {"liger_kernel": True},
+            {"base_config": OWN, "task": "classification"},
             [
                 "train the model with its head for classification: it was measured with it",
-                "use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them",
+                "use Liger's kernels (Trainer: use_liger_kernel=True): it was measured so",
             ],
         ),
     ],

@@ -13,7 +13,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Script, ScriptProfile
+from autotune.problem.job import Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.console import train_with
@@ -186,8 +186,7 @@ def test_it_is_trained_under_the_variables_that_it_was_measured_under(
     for name, value in THEIRS.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
-    profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
-    script = Script(("train.py", "ds.json"), str(tmp_path), profile=ScriptProfile.from_json(profile))
+    script = Script(("train.py", "ds.json"), str(tmp_path))
     store = study_of(dataclasses.replace(GPUS, nodes=1), script=script)
     for name in THEIRS:
         monkeypatch.delenv(name)

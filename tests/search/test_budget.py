@@ -132,7 +132,7 @@ def test_references_keep_a_tenth_of_the_budget_at_most() -> None:
     """Two references of five minutes each, and a budget of ten."""
     one = make_budget(600)
     note(one, QUICK, started(300.0), SEARCH)
-    one.references = 2
+    one.following = 2
     assert one.left_seconds == pytest.approx(540.0)
-    one.references = 0
+    one.following = 0
     assert one.left_seconds == 600.0

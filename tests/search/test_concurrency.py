@@ -22,9 +22,10 @@ from autotune.search.concurrency import SearchWorkers, host_bound
 from autotune.search.proposer import Proposer, first_order_key
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH
-from autotune.search.tuner import SearchSummary, Tuner
+from autotune.search.tuner import SearchSummary
 from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable
 from tests.conftest import make_candidate
+from tests.search import test_tuner
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 OFFLOADED = make_candidate(2, offload_optimizer="cpu")
@@ -131,21 +132,9 @@ class Slow(ReplayExecutor):
 def search(
     replay_table: ReplayTable, executors: list[Slow], workers: SearchWorkers | None = None, **options: object
 ) -> tuple[SearchSummary, StudyStore]:
-    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
-    store = StudyStore.in_memory(job, hardware, space)
-    candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
     first, *beside = executors
-    tuner = Tuner(
-        store,
-        first,
-        proposer,
-        budget_seconds=1800,
-        beside=beside,
-        workers=workers,
-        **options,  # type: ignore[arg-type]
-    )
-    return tuner.run(), store
+    result, _, store = test_tuner.search(replay_table, 1800, executor=first, beside=beside, workers=workers, **options)
+    return result, store
 
 
 def test_workers_repeat_nothing_and_find_what_one_finds(replay_table: ReplayTable) -> None:

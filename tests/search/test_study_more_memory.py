@@ -114,6 +114,16 @@ def test_a_study_of_before_is_taken_as_it_was(replay_table: ReplayTable) -> None
     assert not first & {record.candidate for record in call(store, replay_table, MUCH)[1]}
 
 
+def called(replay_table: ReplayTable, store: StudyStore, free: int, hardware: Hardware) -> Proposer:
+    """A proposer after a call that was cancelled at once, and has learnt what the study knows."""
+    job = replay_table.job()
+    predictor = Predictor(job, hardware, trace_job(job))
+    proposer = Proposer(sorted(replay_table.rows, key=str), replay_table.space(), predictor)
+    executor = Shared(replay_table, free, says=True)
+    Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
+    return proposer
+
+
 @pytest.mark.parametrize("role", [VERIFY, RESUME])
 @pytest.mark.parametrize(("capacity_bytes", "wins"), [(LITTLE, True), (MUCH, False), (None, False)])
 def test_what_verification_ran_out_of_less_memory_with_may_win(
@@ -142,12 +152,8 @@ def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(
     store, candidate = study(replay_table), min(replay_table.rows, key=str)
     out = Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=LITTLE)
     store.finish(store.start(candidate, replay_table.space(), role), out)
-    job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, MUCH)
-    predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, predictor)
-    executor = Shared(replay_table, MUCH, says=True)
-    Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
-    assert (predictor._seen == {candidate: out}) is told
+    proposer = called(replay_table, store, MUCH, with_free(replay_table, MUCH))
+    assert (proposer.predictor._seen == {candidate: out}) is told
     assert len(proposer.open_candidates) == len(replay_table.rows)
 
 
@@ -200,13 +206,9 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
     store, candidate = study(replay_table), min(replay_table.rows, key=str)
     out = Outcome(OutcomeKind.OOM_HOST, capacity_bytes=then_gib and then_gib * GIB)
     store.finish(store.start(candidate, replay_table.space()), out)
-    job, space = replay_table.job(), replay_table.space()
     hardware = dataclasses.replace(with_free(replay_table, LITTLE), host_memory_bytes=64 * GIB)
     store.note_hardware(hardware)
     assert (candidate not in store.failed()) is again
-    predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(replay_table.rows, key=str), space, predictor)
-    executor = Shared(replay_table, LITTLE, says=True)
-    Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
+    proposer = called(replay_table, store, LITTLE, hardware)
     assert (len(proposer.open_candidates) == len(replay_table.rows)) is again
     assert proposer._host_ran_out is not again

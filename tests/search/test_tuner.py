@@ -1,6 +1,6 @@
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.problem.space import Domain
 from autotune.rank.step_statistics import OVERRUN
 from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
@@ -43,9 +44,11 @@ def search(
     seed: int = 0,
     store: StudyStore | None = None,
     executor: ReplayExecutor | None = None,
+    levers: Sequence[str] = (),
     **options: object,
 ) -> tuple[SearchSummary, ReplayExecutor, StudyStore]:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
+    space = dataclasses.replace(space, levers=dict.fromkeys(levers, Domain((True,))))
     store = store or StudyStore.in_memory(job, hardware, space)
     store.tuner = f"tuner {len(store.calls())}"  # of one call
     executor = executor or ReplayExecutor(replay_table, seed)
@@ -161,6 +164,22 @@ class Scripted(ReplayExecutor):
                 return super().measure(candidate, measure_spec, deadline_seconds)
 
         return Session(self, candidate)
+
+
+def test_each_lever_is_turned_once_at_the_best_and_a_failing_one_is_left_out(replay_table: ReplayTable) -> None:
+    fast = Outcome(OutcomeKind.OK, Phase.STEP, Measurement(1.0, 0.001, 9, 1e6, 1e6, GIB))
+
+    def script(_: int, candidate: Candidate) -> Outcome | None:
+        outcomes = {(True, None): fast, (True, True): Outcome(OutcomeKind.CRASH, reason="no such kernel")}
+        return outcomes.get((candidate.get("compile"), candidate.get("liger_kernel")))
+
+    executor = Scripted(replay_table, script)
+    *_, store = search(replay_table, 600, executor=executor, levers=("compile", "liger_kernel"))
+    base, gains = store.facts().levers
+    winner = base.but(compile=True)
+    assert [*gains] == ["compile"]
+    turned = [one.candidate for one in store.records() if one.role == SEARCH]
+    assert turned[-2:] == [winner, winner.but(liger_kernel=True)]
 
 
 class Noting(ReplayExecutor):

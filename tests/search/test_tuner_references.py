@@ -24,6 +24,7 @@ from autotune.util.units import GIB
 from benchmarks.search.replay import ReplayExecutor, ReplaySession, ReplayTable
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import machine, measured, ran_out
+from tests.search import test_tuner
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
@@ -63,13 +64,10 @@ class Torch(ReplayExecutor):
 def search(
     executor: Torch, budget: float, *, references: bool = True, observer: NullObserver | None = None
 ) -> tuple[SearchSummary, StudyStore]:
-    replay_table = executor.replay_table
-    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
-    store = StudyStore.in_memory(job, hardware, space)
-    candidates = sorted(replay_table.rows, key=str)
-    proposer = Proposer(candidates, space, Predictor(job, hardware, trace_job(job)))
-    tuner = Tuner(store, executor, proposer, budget_seconds=budget, observer=observer, references=references)
-    return tuner.run(), store
+    result, _, store = test_tuner.search(
+        executor.replay_table, budget, executor=executor, observer=observer, references=references
+    )
+    return result, store
 
 
 FAST = Outcome(OutcomeKind.OK, Phase.STEP, Measurement(1.0, 0.001, 9, 1e4, 1e6, 12 * GIB))
@@ -207,7 +205,7 @@ def test_references_that_cannot_be_measured_take_no_time_from_the_search(
 ) -> None:
     found, _ = references(replay_table, budget, **changes)
     assert found._why_not == why
-    assert found.budget.references == list(why.values()).count("")
+    assert found.budget.following == list(why.values()).count("")
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

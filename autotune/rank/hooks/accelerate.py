@@ -116,24 +116,21 @@ class Loaders:
             return original(accelerator, *objects[:at], changed, *objects[at + 1 :], **kwargs)
         if trains:
             self._trains = True
-            self._take_one_from_before(original, accelerator)
+            # the script already holds its loader, which gets the candidate's batch size in place
+            for own, given in self._before:
+                if getattr(given, "iteration", 0) == 0:
+                    self._found = True
+                    changed = self._resized(accelerator, own)
+                    if changed is not own:
+                        given.__dict__ = original(accelerator, changed).__dict__
+                        accelerator._dataloaders.pop()
+                    break
         prepared = original(accelerator, *objects, **kwargs)
         results = prepared if isinstance(prepared, tuple) else (prepared,)
         self._before += [
             (one, result) for one, result in zip(objects, results, strict=True) if isinstance(one, DataLoader)
         ]
         return prepared
-
-    def _take_one_from_before(self, original: Callable[..., Any], accelerator: Any) -> None:
-        """Turn a loader that the script already holds into one with the candidate's batch size."""
-        for own, given in self._before:
-            if getattr(given, "iteration", 0) == 0:
-                self._found = True
-                changed = self._resized(accelerator, own)
-                if changed is not own:
-                    given.__dict__ = original(accelerator, changed).__dict__
-                    accelerator._dataloaders.pop()
-                return
 
     def _resized(self, accelerator: Any, loader: Any) -> Any:
         """Return a loader with the candidate's batch size.
@@ -149,7 +146,12 @@ class Loaders:
         context.note_said(MICRO_BATCH, loader.batch_size // shares)
         if context.batch is None or loader.batch_size == context.batch[0] * shares:
             return loader
-        return _with_batch_size(loader, context.batch[0] * shares)
+        from torch.utils.data import DataLoader, IterableDataset
+
+        kept = {name: getattr(loader, name) for name in _KEPT}
+        if not isinstance(loader.dataset, IterableDataset):
+            kept["sampler"] = loader.sampler
+        return DataLoader(loader.dataset, batch_size=context.batch[0] * shares, **kept)
 
 
 def _trains(one: Any) -> bool:
@@ -158,12 +160,3 @@ def _trains(one: Any) -> bool:
     from accelerate.utils import DummyOptim
 
     return isinstance(one, torch.optim.Optimizer | DummyOptim) or (isinstance(one, torch.nn.Module) and one.training)
-
-
-def _with_batch_size(loader: Any, batch_size: int) -> Any:
-    from torch.utils.data import DataLoader, IterableDataset
-
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    if not isinstance(loader.dataset, IterableDataset):
-        kept["sampler"] = loader.sampler
-    return DataLoader(loader.dataset, batch_size=batch_size, **kept)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import COMPILED, Candidate, Value
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
 from autotune.rank.patches import Patches
@@ -113,6 +113,7 @@ class Context:
     own_config: dict[str, Any] | None = None  # the script's first config, as reported to the watcher
     through_arguments: bool = False  # True if TrainingArguments carry the batch sizes
     averages_by_rank: bool = False  # True if Trainer averages a loss over each rank's own tokens
+    levers: set[str] = field(default_factory=lambda: {COMPILED})  # those that the script has off
     accelerated: bool = False  # True if accelerate makes the engine that trains
     loader_prepared: bool = False  # True if accelerate has prepared the script's own loader
     loader_split: bool = False  # True if accelerate splits that loader's batches over the ranks
@@ -145,6 +146,11 @@ class Context:
         """Return the job's script."""
         assert self.job.script is not None
         return self.job.script
+
+    @property
+    def knobs(self) -> dict[str, Value]:
+        """Knobs of the candidate; empty without one."""
+        return (self.candidate or Candidate(())).as_dict
 
     @property
     def batch(self) -> tuple[int, int] | None:
@@ -254,15 +260,12 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str) -> 
         named[name if seen[name] == 1 else f"{name}#{seen[name]}"] = leaf
     if not named:
         return Sizes()
-    found = replace(_sizes(named), rows_by_name={name: _rows(name, leaf) for name, leaf in named.items()})
+    counts = {name: max(0, len(leaf) - (name in _FROM_ZERO)) for name, leaf in named.items()}
+    found = replace(_sizes(named), rows_by_name=counts)
     if not counted_by:
         return found
     rows = found.rows_by_name.get(counted_by, 0)
     return replace(found, rows=rows, sequences=rows)
-
-
-def _rows(name: str, leaf: Any) -> int:
-    return max(0, len(leaf) - (name in _FROM_ZERO))
 
 
 def _sizes(named: dict[str, Any]) -> Sizes:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Unusable
-from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
+from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, COMPILED, MICRO_BATCH
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks import worst_case
@@ -131,6 +131,8 @@ def _made(context: Context, original: Callable[..., Any], given: dict[str, Any],
     made = _build(context, original, **given)
     _check_data_parallel(context, made[0])
     _choose(context, made[0], optimizer)
+    if context.knobs.get(COMPILED) and not context.through_arguments:
+        made[0].compile()
     return made
 
 
@@ -362,6 +364,7 @@ def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: di
 
 def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Remove the module hook before `engine.compile`, because it would become part of the graph."""
+    context.levers.discard(COMPILED)
     if engine is context.engine and context.module_hook is not None:
         context.module_hook.remove()
     return original(engine, *args, **kwargs)
@@ -434,6 +437,7 @@ def late_facts(context: Context) -> dict[str, Any]:
     return {
         "checkpointing": can_switch(_plain(module), context.through_arguments),
         "checkpointed": is_on(module),
+        "levers": sorted(context.levers),
         "loader_prepared": context.loader_prepared,
         "loader_split": context.loader_split,
         **({"largest": context.largest, "unread": context.unread} if context.script.worst_case else {}),
@@ -617,10 +621,10 @@ def install_zero_init(context: Context) -> None:
         name = next((one for one in _CONFIGS if named.get(one) is not None), None)
         config = named[name] if name is not None else None
         context.zero_init |= not _transformers_own(config)
-        candidate = context.candidate
-        if candidate is None or "zero_stage" not in candidate.as_dict:
+        stage = context.knobs.get("zero_stage")
+        if stage is None:
             return original(made, *args, **kwargs)
-        if candidate.stage < 3:
+        if stage != 3:
             return original(made, enabled=False)  # other arguments would be checked although they have no effect
         if name is not None and not _transformers_own(config):
             named[name] = _merged(context, config)
@@ -720,18 +724,18 @@ def apply(context: Context, model: Any) -> None:
     For a candidate without it, checkpointing by the script (or peft's `prepare_model_for_kbit_training`) is turned off
     and stays off. Checkpointing that is already on keeps the script's settings.
     """
-    candidate = context.candidate
-    if candidate is None or CHECKPOINTING not in candidate.as_dict:
+    share = context.knobs.get(CHECKPOINTING)
+    if share is None:
         return
     on = is_on(model)
-    if candidate.checkpointing:
+    if share:
         if not on and not context.through_arguments:
             for module, switch in _parts(model):
                 _turn(module, switch, True)
-        if candidate.checkpointed_share < 1:
+        if float(share) < 1:
             from autotune.rank.model_builder import checkpoint_share
 
-            checkpoint_share(model, candidate.checkpointed_share)
+            checkpoint_share(model, float(share))
         return
     for module, switch in _parts(model):
         if is_on(module):

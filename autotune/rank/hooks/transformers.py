@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH
+from autotune.problem.knobs import LEVERS
 from autotune.rank.checkpoints import model_states, tag_of
 from autotune.rank.hooks.base import Context
 from autotune.rank.versions import import_or_none
@@ -50,11 +51,12 @@ def _fill(context: Context, arguments: Any) -> None:
     _note(context, arguments)
     if context.batch is not None:
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = context.batch
-    candidate = context.candidate
-    if candidate is not None and CHECKPOINTING in candidate.as_dict:
-        for name in ("gradient_checkpointing", "activation_checkpointing"):
-            if hasattr(arguments, name):
-                setattr(arguments, name, candidate.checkpointing)
+    context.levers = {knob for knob in LEVERS if getattr(arguments, KNOBS[knob].trainer, None) == KNOBS[knob].off}
+    for knob in context.knobs.keys() & set(LEVERS):
+        setattr(arguments, KNOBS[knob].trainer, context.knobs[knob])
+    for name in ("gradient_checkpointing", CHECKPOINTING):
+        if CHECKPOINTING in context.knobs and hasattr(arguments, name):
+            setattr(arguments, name, bool(context.knobs[CHECKPOINTING]))
     context.watcher.planned(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
     if context.quiet:
         _silence(context, arguments)

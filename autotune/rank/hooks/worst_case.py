@@ -178,7 +178,7 @@ def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     limits = [*context.allowed_tokens, *([positions] if isinstance(positions, int) else [])]
     if context.largest:
         limits = limits if context.allowed_tokens else [max(one["tokens"] for one in context.largest.values())]
-    elif any(map(_is_image, kwargs.values())):
+    elif any(getattr(one, "dim", int)() > 1 and one.is_floating_point() for one in kwargs.values()):
         raise Unusable(f"{_UNREAD.format(context.unread)}, so its largest image is unknown: leave it out")
     try:
         return pad_to(args, kwargs, min(limits, default=0), context.unread)
@@ -186,10 +186,6 @@ def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if context.largest:
             return kwargs
         raise
-
-
-def _is_image(value: Any) -> bool:
-    return getattr(value, "dim", int)() > 1 and value.is_floating_point()
 
 
 def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, unread: str) -> dict[str, Any]:

@@ -17,6 +17,8 @@ NOTED = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "gradient_checkpointing",
+    "torch_compile",
+    "dataloader_num_workers",
     "use_cpu",
     "auto_find_batch_size",
     "output_dir",
@@ -60,15 +62,17 @@ def fill(folder: str, candidate: dict[str, Any] | None, quiet: bool) -> dict[str
         "planned": watcher.of("planned"),
         "allowed": context.allowed_tokens,
         "through": context.through_arguments,
+        "levers": sorted(context.levers),
         "undone": plain.per_device_train_batch_size,
     }
 
 
 def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    candidate = make_candidate(1, 8, 4, activation_checkpointing=True)
+    candidate = make_candidate(1, 8, 4, activation_checkpointing=True, compile=True, dataloader_num_workers=3)
     found = in_rank(fill, str(tmp_path), candidate.as_dict, True)
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (8, 4)
     assert found["gradient_checkpointing"]
+    assert (found["torch_compile"], found["dataloader_num_workers"]) == (True, 3)
     assert found["use_cpu"]
     assert found["output_dir"] == "mine"
     assert (found["save_strategy"], found["eval_strategy"]) == ("steps", "steps"), "callbacks ask for them"
@@ -87,7 +91,9 @@ def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callabl
 def test_a_script_as_it_is_keeps_its_batch(in_rank: Callable[..., Any], tmp_path: Path, quiet: bool) -> None:
     found = in_rank(fill, str(tmp_path), None, quiet)
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (2, 5)
-    assert not found["gradient_checkpointing"]
+    assert not (found["gradient_checkpointing"])
+    assert not (found["torch_compile"])
+    assert found["levers"] == ["compile", "dataloader_num_workers", "liger_kernel"]
     assert found["planned"] == [[2, 5]]
     assert not found["auto_find_batch_size"]
 
