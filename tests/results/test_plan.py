@@ -57,7 +57,9 @@ def test_what_is_shown() -> None:
 @pytest.fixture(scope="module")
 def whole() -> Plan:
     """A plan with everything in it: several nodes, offload, a global batch, tokens."""
-    request = Request(model="llama-3.2-1b", gpus=2, seq_len=2048, nodes=2, tokens="2B", global_batch_size=64)
+    request = Request(
+        model="llama-3.2-1b", space="classic", gpus=2, seq_len=2048, nodes=2, tokens="2B", global_batch_size=64
+    )
     (plan,) = plans(request, ["rtx4090"])
     return plan
 
