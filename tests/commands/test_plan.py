@@ -35,7 +35,7 @@ def few_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
-    (plan,) = plans(Request(model="gemma-2-9b", gpus=4), ["a100-80gb"])
+    (plan,) = plans(Request(model="gemma-2-9b", gpus=4, space="classic"), ["a100-80gb"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]
@@ -338,6 +338,8 @@ def test_a_plan_in_which_nothing_fits_exits_with_3(gpu: str, code: int) -> None:
         "llama-2-7b",
         "--gpu",
         gpu,
+        "--space",
+        "classic",
         "--gpus",
         "1",
         "--host-memory",
