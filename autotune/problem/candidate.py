@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.problem.ds_config import in_new_names, value_at
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
-from autotune.problem.job import Job, Script, parse_lora, under_lightning
+from autotune.problem.job import FULL, Job, Script, parse_lora, under_lightning
 from autotune.problem.knobs import (
     ACCUMULATION,
     ATTENTION,
@@ -94,7 +94,8 @@ class Candidate:
     @classmethod
     def of(cls, knobs: Knobs) -> Candidate:
         """Return the canonical candidate: knobs that DeepSpeed would ignore or force are dropped, the rest is sorted by name."""
-        named = {short_name(name): value for name, value in knobs.items()}
+        # earlier studies do not name the full loss
+        named = {short_name(name): value for name, value in knobs.items() if (name, value) != (LOSS, FULL)}
         return cls(tuple(sorted((name, value) for name, value in named.items() if is_read(name, named))))
 
     @functools.cached_property

@@ -111,10 +111,10 @@ class SearchSpace:
         """Yield every distinct setting of the knobs that need a new engine, in canonical form."""
         seen = set()
         for knobs in self._settings():
-            key = tuple(sorted(knobs.items()))
-            if key not in seen and not refusal(knobs):
-                seen.add(key)
-                yield knobs
+            canonical = Candidate.of(knobs).knobs
+            if canonical not in seen and not refusal(knobs):
+                seen.add(canonical)
+                yield dict(canonical)
 
     def never_read(self) -> set[str]:
         """Return the knobs that DeepSpeed reads under no setting of the others."""

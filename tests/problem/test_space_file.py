@@ -342,3 +342,8 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(range_keys, inner, max_size=4),
     max_leaves=8,
 )
+
+
+def test_trials_of_the_classic_space_are_candidates_of_the_default_one() -> None:
+    default, classic = (list(load_space(name).families()) for name in ("default", "classic"))
+    assert all(knobs in default for knobs in classic)
