@@ -279,7 +279,7 @@ _LAUNCHERS = (
 def launched_peers(environment: MutableMapping[str, str]) -> Peers | None:
     """Return the processes of this one's launcher; None if it started only this one or names no address.
 
-    Torchrun listens at the port itself, for ranks of its own. A variable that says so is removed, because trials are none.
+    Torchrun listens at the port itself, for its ranks. A variable that says so is removed, because trials are none.
     """
     for names in map(str.split, _LAUNCHERS):
         if environment.keys() >= set(names):
