@@ -178,8 +178,12 @@ class Nodes:
     print_line: Callable[[str], None]
     request: Request
     interpreter: Interpreter  # of the ranks
-    variables: tuple[str, ...] = ()  # variables of this process that a typed command sets; sent too
+    variables: Sequence[str] = ()  # variables of this process that a typed command sets; sent too
     cluster: Cluster | None = None
+
+    def also_send(self, variables: dict[str, str]) -> None:
+        """Send these variables of this process to the nodes, too."""
+        self.variables = [*variables]
 
     def reach(
         self,
@@ -203,7 +207,7 @@ class Nodes:
         request = self.request
         typed = parse_nodes(request.nodes)[0] if request.nodes else count
         hosts = self.place(typed, per_node, device)
-        variables = tuple(dict.fromkeys([*request.exports, *self.variables]))
+        variables = (*request.exports, *self.variables)
         requirements = NodeRequirements(
             device, headroom, memory_cap_bytes, path, request.interface, variables, self.interpreter
         )

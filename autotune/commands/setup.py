@@ -414,7 +414,7 @@ def typed_command(request: Request, nodes: Nodes | None, interpreter: Interprete
     typed = read_command(request.script, request.maps, request.worst_case, request.ds_config, interpreter)
     os.environ.update(typed.variables)
     if nodes is not None:
-        nodes.variables = tuple(typed.variables)
+        nodes.also_send(typed.variables)
     return typed
 
 

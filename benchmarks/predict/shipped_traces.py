@@ -35,7 +35,7 @@ from autotune.errors import UserError
 from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, shipped_key, with_runnable_attention
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import muon_sizes
-from autotune.problem.job import Job
+from autotune.problem.job import CHUNKED, Job
 from autotune.problem.models import CAUSAL, shipped_models
 from autotune.util.interpreter import OWN
 from benchmarks.common import print_table
@@ -45,26 +45,27 @@ SHIPPED = Path(__file__).parents[2] / "autotune" / "data" / "traces.json"
 CARD = "h100"  # any card with bf16: a trace does not depend on it
 
 
-def jobs(names: Sequence[str]) -> Iterator[tuple[Job, str]]:
-    """(job, loss) of every shipped trace of these models."""
+def jobs(names: Sequence[str]) -> Iterator[Job]:
+    """The job of every shipped trace of these models."""
     for name in names:
         try:
-            job = with_runnable_attention(plan_setups(Request(model=name), [CARD])[0].job)
+            job = with_runnable_attention(plan_setups(Request(model=name, space="zero2"), [CARD])[0].job)
         except UserError:
             continue  # a model that needs an option, like --image-size
-        for loss in ("own", "chunked") if job.task == CAUSAL else ("own",):
-            yield job, loss
+        yield job
+        if job.task == CAUSAL:  # space `default` tries both losses
+            yield dataclasses.replace(job, loss=CHUNKED)
 
 
 def shipped(names: Sequence[str], kept: dict[str, Any]) -> dict[str, Any]:
     """The content of the file: `kept`, and the traces of these models from the cache or made now."""
     versions = {name: OWN.version(name) or "" for name in RUNS_IT}
     asked = list(jobs(names))
-    trace_jobs(asked, _told)
+    trace_jobs([(job, "own") for job in asked], _told)
     traces = dict(kept["traces"]) if kept["versions"] == versions and kept["version"] == VERSION else {}
-    for job, loss in asked:
-        if (trace := cached(cache_path(job, loss))) is not None:
-            traces[shipped_key(job, loss, "cuda", versions)] = compact(job, trace)
+    for job in asked:
+        if (trace := cached(cache_path(job, "own"))) is not None:
+            traces[shipped_key(job, "own", "cuda", versions)] = compact(job, trace)
     return {"version": VERSION, "versions": versions, "traces": dict(sorted(traces.items()))}
 
 

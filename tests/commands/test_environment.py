@@ -73,7 +73,8 @@ def test_nowhere_a_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_a_plan_without_torch_is_a_rougher_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_torch: None
 ) -> None:
-    code, out, err = call(monkeypatch, capsys, "plan", "--model", "tiny-gemma-2", "--seq-len", "48", "--gpu", "rtx3090")
+    typed = ("plan", "--model", "tiny-gemma-2", "--seq-len", "48", "--gpu", "rtx3090", "--space", "zero3")
+    code, out, err = call(monkeypatch, capsys, *typed)
     assert (code, err) == (0, "")
     assert "not traced (torch and transformers not installed; --python names" in " ".join(out.split())
 

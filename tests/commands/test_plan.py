@@ -68,7 +68,7 @@ def test_the_wait_for_a_trace_is_one_line_in_a_terminal(monkeypatch: pytest.Monk
     monkeypatch.setattr(plan_command, "traced_predictor", traces)
     monkeypatch.setattr("sys.stderr", shown)
     with pytest.raises(Traced):
-        plans(Request(model="llama-3.1-70b"), ["l4"], lines.append)
+        plans(Request(model="llama-3.1-70b", seq_len=999), ["l4"], lines.append)
     assert lines == ["tracing llama-3.1-70b: once for this model, task and length, maybe a minute"]
     assert not shown.getvalue()
 
@@ -171,7 +171,19 @@ def test_a_config_that_splits_the_model_over_ranks_is_refused(
 
 @pytest.mark.slow
 def test_a_sequence_that_fits_only_if_gpus_share_it(tmp_path: Path) -> None:
-    typed = ["plan", "--model", "llama-3.2-1b", "--gpu", "rtx4090", "--gpus", "8", "--seq-len", "32768"]
+    typed = [
+        "plan",
+        "--model",
+        "llama-3.2-1b",
+        "--gpu",
+        "rtx4090",
+        "--gpus",
+        "8",
+        "--seq-len",
+        "32768",
+        "--space",
+        "classic",
+    ]
     done = CliRunner().invoke(app, typed)
     text = " ".join(done.output.split())
     assert done.exit_code == 3, text

@@ -27,7 +27,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned_jobs(*names: str) -> list[tuple[Job, str]]:
+def planned_jobs(*names: str) -> list[Job]:
     return list(shipped_traces.jobs(names))
 
 
@@ -39,24 +39,24 @@ def test_a_shipped_trace_is_that_of_a_fresh_trace(
     made_by, traces = trace_cache._shipped()
     if made_by != MADE_BY:
         pytest.skip("other versions of torch or transformers than those that made the shipped traces")
-    for job, loss in planned_jobs(model):
-        there = traces[shipped_key(job, loss, "cuda", made_by)]
+    for job in planned_jobs(model):
+        there = traces[shipped_key(job, "own", "cuda", made_by)]
         monkeypatch.setattr(trace_cache, "_shipped", lambda: (made_by, {}))
-        fresh = trace_job(job, loss=loss)
+        fresh = trace_job(job)
         assert shipped_traces.compact(job, fresh) == there
 
 
 def test_every_shipped_model_has_traces_of_the_present_tracer_and_of_the_constrained_versions() -> None:
     data = json.loads(shipped_traces.SHIPPED.read_text())
     assert data["version"] == trace_cache.VERSION
-    keys = {shipped_key(job, loss, "cuda", data["versions"]) for job, loss in planned_jobs(*shipped_models())}
+    keys = {shipped_key(job, "own", "cuda", data["versions"]) for job in planned_jobs(*shipped_models())}
     assert data["traces"].keys() == keys, "python benchmarks/predict/shipped_traces.py writes them"
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     assert f"transformers=={data['versions']['transformers']}" in constraints
 
 
 def test_other_versions_do_not_use_shipped_traces(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((job, _), *_) = planned_jobs("tiny-llama")
+    job, *_ = planned_jobs("tiny-llama")
     made_by, _ = trace_cache._shipped()
     build = made_by["torch"].partition("+")[0] + "+cu130"  # which does not count
     for torch, is_known in ((made_by["torch"], True), ("1.0", False), (build, True)):
@@ -73,9 +73,11 @@ from autotune.util import interpreter
 version = interpreter.Interpreter.version
 interpreter.Interpreter.version = lambda self, name: None if name in ("torch", "transformers") else version(self, name)
 sys.modules["torch"] = sys.modules["transformers"] = None
-from autotune.commands.plan import plans
+from autotune.commands import plan as command
 from autotune.commands.request import Request
-(plan,) = plans(Request(model="llama-3.1-8b", gpus=8), ["h100"])
+cards = command.gpu_table()
+command.gpu_table = lambda: {"h100": cards["h100"]}  # others take time
+(plan,) = command.plans(Request(model="llama-3.1-8b", gpus=8), ["h100"])
 print(plan.best[0].exact, *plan.notes)
 """
     environment = {**os.environ, "AUTOTUNE_CACHE": str(tmp_path)}
