@@ -69,7 +69,7 @@ def test_a_running_trial_is_not_proposed_again(replay_table: ReplayTable) -> Non
 
 
 def test_the_public_function_takes_the_options_of_plan() -> None:
-    sampler = autotune.sampler(model="tiny-llama", gpu="l4", gpus=2, seq_len=128, global_batch_size=32)
+    sampler = autotune.sampler(model="tiny-llama", gpu="l4", gpus=2, global_batch_size=32)
     trial = optuna.create_study(direction="maximize", sampler=sampler).ask()
     config = sampler.suggest(trial)
     assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] == 16
