@@ -207,9 +207,14 @@ class Nodes:
         request = self.request
         typed = parse_nodes(request.nodes)[0] if request.nodes else count
         hosts = self.place(typed, per_node, device)
-        variables = (*request.exports, *self.variables)
         requirements = NodeRequirements(
-            device, headroom, memory_cap_bytes, path, request.interface, variables, self.interpreter
+            device,
+            headroom,
+            memory_cap_bytes,
+            path,
+            request.interface,
+            (*request.exports, *self.variables),
+            self.interpreter,
         )
         self.cluster = Cluster(hosts, self.transport, requirements, self.folder, print_line=self.print_line)
         return self.cluster.reach()
@@ -230,8 +235,7 @@ def named_nodes(
     """
     scheduled = named.executor in SCHEDULERS
     peers = None if scheduled or named.hostfile else launched_peers(os.environ)
-    several = scheduled or peers
-    if several:
+    if scheduled or peers:
         combined = f"cannot be combined with --executor {named.executor}"
         refuse(named, "hostfile", f"{combined}, which has its own nodes")
         refuse(named, "include exclude", f"filters a hostfile and {combined}")

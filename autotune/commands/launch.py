@@ -25,11 +25,12 @@ from autotune.errors import NothingFits, UserError, readable
 from autotune.executors.local import P2P_OFF
 from autotune.explain.explanation import explain_end
 from autotune.predict.trace import traced_predictor
-from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
+from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import FirstStep, LaunchSummary, Supervisor, check_script
+from autotune.results.export import needs_of_loss
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.recorded import check_candidate, job_to_train, with_findings
 from autotune.script.script import wrong_batch_warning
@@ -149,10 +150,10 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
 
 def _from_study(setup: LaunchSetup, store: StudyStore, print_line: Callable[[str], None]) -> _Training:
     """Return a training of the typed script under a study's winner, with the study's findings about the script."""
-    script, job = setup.typed.script, store.job
+    typed, job = setup.typed, store.job
+    script = typed.script
     check_studys_python(store.name, store.python, setup.request.python, setup.interpreter)
     check_script(store.name, job, script.target)
-    typed = setup.typed
     if typed.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
@@ -164,13 +165,15 @@ def _from_study(setup: LaunchSetup, store: StudyStore, print_line: Callable[[str
         raise UserError(
             f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` continues it"
         )
-    if job.script is None:
-        print_line(
-            f"study {store.name} measured {job.model.name} with synthetic batches, not a script: its config is used"
-        )
     check_candidate(store.name, winner.candidate)
     if job.script is not None:
         script = with_findings(store.name, job.script, script)
+    else:
+        print_line(
+            f"study {store.name} measured {job.model.name} with synthetic batches, not a script: its config is used"
+        )
+        for line in needs_of_loss(job_with_candidate(job, winner.candidate)):
+            print_line(f"your training must {line}")
     script = with_declared_files(script)
     first_step = _first_step(setup.global_batch_size, store, winner)
     if first_step is not None:

@@ -34,6 +34,7 @@ from autotune.problem.gpu_specs import Price, gpu_table, price_table
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.models import has_expert_modules
+from autotune.problem.space import Domain
 from autotune.results.output_files import check_out
 from autotune.results.plan import CardPlan, Outlook, Plan, WayPlan, write_config
 from autotune.search.sampler import FeasibleSampler
@@ -90,9 +91,7 @@ def _announce_trace(setup: PlanSetup, print_line: Callable[[str], None]) -> None
     job = setup.job
     if job.script is not None or missing_packages(job.interpreter):
         return
-    losses: list[Any] = [job.loss]
-    if LOSS in setup.space.knobs:
-        losses += setup.space.knobs[LOSS].values
+    losses: Any = setup.space.knobs.get(LOSS, Domain((job.loss,))).values
     jobs = (with_runnable_attention(dataclasses.replace(job, loss=one)) for one in losses)
     if not all(known_trace(one, device=setup.hardware.device) for one in jobs):
         print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         said = [line for config in configs for line in ignored_keys(config)]
         if len(configs) == 1:
             said += warnings(facts_of(configs[0]), installed_deepspeed(interpreter))
-        candidates, notes = first_candidates(typed.script), own_variables_note(typed)
+        candidates, notes = first_candidates(typed.script), [*notes_of_command(typed)]
     else:
         job, space, notes = _tuned_model(request, space, hardware, interpreter)
         said = [*ignored_keys(job.base_config), *warnings(own_facts(job), installed_deepspeed(interpreter))]
@@ -448,11 +448,12 @@ def _shown(devices: str) -> int:
     return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
 
 
-def own_variables_note(typed: TypedCommand) -> list[str]:
-    """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
-    names = ", ".join(sorted(typed.own))
-    started = [f"the shell script starts `{typed.started}`"] if typed.started else []
-    return [*started, *([f"{typed.script.target} sets {names} itself: ranks start with it"] if names else [])]
+def notes_of_command(typed: TypedCommand) -> Iterator[str]:
+    """Yield a line about what a shell script starts, and one about variables that the script's code sets for its ranks."""
+    if typed.started:
+        yield f"the shell script starts `{typed.started}`"
+    if typed.own:
+        yield f"{typed.script.target} sets {', '.join(sorted(typed.own))} itself: ranks start with it"
 
 
 # -- global batch ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autotune.commands.request import Request
-from autotune.commands.setup import own_variables_note, ranks_asked_for, typed_command
+from autotune.commands.setup import notes_of_command, ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.script.parse_command import read_command
 from autotune.workers.launchers import training_environment, trial_environment
@@ -35,12 +35,12 @@ def test_ranks_have_what_the_script_sets_from_their_start(folder: Path) -> None:
         )
     assert trial_environment("cuda", 3)["TOKENIZERS_PARALLELISM"] == "false"
     assert training_environment("cpu", 3)["CUDA_VISIBLE_DEVICES"] == ""
-    assert own_variables_note(typed) == ["train.py sets CUDA_VISIBLE_DEVICES, HF_ENDPOINT itself: ranks start with it"]
+    assert [*notes_of_command(typed)] == ["train.py sets CUDA_VISIBLE_DEVICES, HF_ENDPOINT itself: ranks start with it"]
 
 
 def test_a_script_that_sets_nothing_is_not_spoken_of(folder: Path) -> None:
     (folder / "train.py").write_text("import os\n")
-    assert own_variables_note(read_command(["train.py"], [])) == []
+    assert not [*notes_of_command(read_command(["train.py"], []))]
 
 
 @pytest.mark.parametrize(
