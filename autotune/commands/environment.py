@@ -253,7 +253,10 @@ def named_nodes(
             transport = kept.enter_context(closing(RayNodes(ray_address(), echo=lasting)))
             place = transport.place
         elif peers:
-            print_line(f"rank {peers.rank} of {peers.size} processes: rank 0 tunes, the others are its agents")
+            print_line(
+                f"rank {peers.rank} of the {peers.size} processes of a launcher (MASTER_ADDR): rank 0 tunes, the others are "
+                "its agents"
+            )
             if peers.rank:
                 peers.join()
             transport = kept.enter_context(closing(peers))

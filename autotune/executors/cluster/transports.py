@@ -173,7 +173,7 @@ def slurm_output(*words: str) -> str:
 
 @dataclass
 class Peers:
-    """Processes that a launcher started, one per node. That of rank 0 tunes, and the others become its agents."""
+    """Processes that a launcher started, one per node: rank 0 tunes, and the others become its agents."""
 
     rank: int
     size: int
@@ -218,7 +218,9 @@ class Peers:
                 self._links[f"rank{int(link.makefile('rb', 0).readline(9))}"] = link
             except (OSError, ValueError):  # none yet, or a stranger
                 if time.monotonic() > until:
-                    raise UserError(f"node {min(missing)} did not connect to port {self.address[1]} in time") from None
+                    raise UserError(
+                        f"node {min(missing)} did not connect to port {self.address[1]} in time; unset MASTER_ADDR to tune alone"
+                    ) from None
 
     def connect(self, node: str, log: Path) -> RemoteAgent:
         """Start the agent of rank 0, or let a connected peer become one."""
