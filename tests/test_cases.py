@@ -101,7 +101,7 @@ def test_a_training_that_counts_micro_batches_steps_down_with_its_micro_batch(tm
     job = make_job(4, model="qwen2.5-0.5b", seq_len=1024, precision="bf16", global_batch_size=64)
     predictor = traced_predictor(job, named_hardware("rtx4090", 4))
     top = make_candidate(1, 8, 2, reduce_bucket_size=500_000_000, activation_checkpointing=False)
-    profile = {"batch_note": "the schedule advances with iterations of your loop", "micro_batch": 8, "accumulation": 2}
+    profile = {"batch_note": "this counts iterations of your loop", "micro_batch": 8, "accumulation": 2}
     held = dataclasses.replace(job, script=Script(("train.py",), "/", profile=ScriptProfile.from_json(profile)))
     ladder = recovery_ladder(top, load_space("default"), held, predictor, {})
     assert len(ladder) > 1

@@ -7,10 +7,10 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import NamedTuple
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job
@@ -40,10 +40,11 @@ _UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothin
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _RATE_ROUNDING = 2e-7  # relative; of rates in 32 bits
 _LATER_TOLERANCE = 0.1  # of the highest learning rate in later steps, and of an epoch's optimizer steps
-_COARSE_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller, and buffers may have 16 bits
+_COARSE_TOLERANCE = math.log1p(0.25)  # the last batch of a data set may be smaller, and buffers may have 16 bits
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
 _SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
+_SMALL_SHARE = 0.1  # or with this share of the reference's largest loss
 _SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
 # Root mean square difference of the projections of the same initial weights. Rounding to bf16 changes them by less than 0.001;
 # another draw by 0.7, or 0.03 if norms' weights of 1 make up a third of the sample and the others have a deviation of 0.02.
@@ -54,9 +55,8 @@ _BETAS = (0.9, 0.999)
 _COUNTER_TOLERANCE = 0.1
 _PROPORTIONAL = 0.05  # relative difference up to which the loss is said to grow with the micro-batch
 
-LOSS, NORM, UPDATE, RATES, ROWS = "loss", "gradient norm", "update", "learning rate", "rows"
-BUFFERS, OUTSIDE, BY_HAND = "buffers", "other optimizers", "gradients by hand"
-_NUMBERS = (LOSS, NORM, UPDATE, BUFFERS)
+LOSS, NORM, UPDATE, RATES, ROWS, BUFFERS = "loss", "gradient norm", "update", "learning rate", "rows", "buffers"
+_FIELDS = {LOSS: "loss", NORM: "gradient_norm", UPDATE: "update", BUFFERS: "buffers"}  # numbers of a `TracedStep`
 
 
 class Verdict(StrEnum):
@@ -86,12 +86,6 @@ class Certificate:
         return f"{said}: {self.text}"
 
 
-def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
-    """Return by how much two runs of one config differ: the root mean square over the steps, by quantity."""
-    each = {name: _differences(first, second, name) for name in _NUMBERS}
-    return {name: _root_mean_square(found) for name, found in each.items() if found}
-
-
 def with_floor(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
     """Return the reference and its auxiliary engines with their noise floors; a known floor is never lowered.
 
@@ -99,13 +93,13 @@ def with_floor(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
         reference: trace of the user's own config.
         other: trace of another run of the same config.
     """
-    found = floor_of(reference, other)
-    highest = {
-        name: max(each.get(name, 0.0) for each in (reference.floor, found)) for name in {*reference.floor, *found}
-    }
+    floor = dict(reference.floor)
+    for name in _FIELDS:
+        if found := _differences(reference, other, name):
+            floor[name] = max(floor.get(name, 0.0), _root_mean_square(found))
     pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
     known = tuple(with_floor(one, again) for one, again in pairs)
-    return dataclasses.replace(reference, floor=highest, auxiliary=(*known, *reference.auxiliary[len(known) :]))
+    return dataclasses.replace(reference, floor=floor, auxiliary=(*known, *reference.auxiliary[len(known) :]))
 
 
 def with_noise(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
@@ -125,19 +119,6 @@ def _is_noisy(reference: TrainingTrace) -> bool:
 
 def _root_mean_square(each: Sequence[float]) -> float:
     return math.hypot(*each) / math.sqrt(len(each))
-
-
-def _builds_up(each: Sequence[float]) -> bool:
-    """Return True if differences lie much closer to a line through zero than to their mean.
-
-    An effect that builds up lies there: an average of weights that teaches, a part of the loss that counts iterations.
-    """
-    if len(each) < LEAST_STEPS:
-        return False
-    line = range(1, len(each) + 1)
-    slope = sum(at * one for at, one in zip(line, each, strict=True)) / sum(at * at for at in line)
-    deviation = math.dist(each, [slope * at for at in line]) / math.sqrt(len(each) - 1)
-    return deviation < statistics.stdev(each) / 2
 
 
 def compare(
@@ -166,9 +147,63 @@ def compare(
 
 
 def _verdict(pair: Pair) -> Certificate:
-    """Return the verdict of the first check that fails, or the figures of an equal training."""
-    failures = (check(pair) for check in _CHECKS)
-    return next((found for found in failures if found is not None), None) or _same(pair)
+    """Return the verdict of the first check that fails, or the figures of an equal training with what they leave open."""
+    for check in CHECKS:
+        if (seen := check.failure(pair)) is not None:
+            cause, because = next(filter(None, (of(pair) for of in check.causes)), ("", ""))
+            text = ": ".join(filter(None, (check.text(pair, seen), because)))
+            return Certificate(check.verdict, text, seen.name or check.name, seen.factor, cause)
+    left_open = [(one, one.failure(pair)) for one in REMARKS]
+    remarks = [one.text(pair, seen) for one, seen in left_open if seen is not None]
+    return Certificate(Verdict.SAME, "; ".join([_figures(pair), *remarks]))
+
+
+class Seen(NamedTuple):
+    """Values of one thing in both runs."""
+
+    theirs: float  # the reference's
+    mine: float
+    step: int = 0  # optimizer step, from 1
+    name: str = ""  # of the number, if a check compares several
+
+    @property
+    def factor(self) -> float:
+        """Candidate's value divided by the reference's."""
+        return self.mine / self.theirs if self.theirs else math.inf
+
+    @property
+    def excess(self) -> float:
+        """Factor beyond 1."""
+        return self.factor - 1.0
+
+    @property
+    def difference(self) -> float:
+        """Size of the logarithm of the factor."""
+        if self.mine == self.theirs or max(abs(self.mine), abs(self.theirs)) <= _TINY:
+            return 0.0
+        return abs(math.log(self.factor)) if self.mine and self.theirs else math.inf
+
+
+Cause = tuple[str, str]  # knob, and why it changes a training
+
+
+@dataclass(frozen=True)
+class Check:
+    """Comparison of one thing. The first values that differ by more than the tolerance fail it."""
+
+    name: str  # key of `_TEXTS`
+    values: Callable[[Pair], Iterable[Seen]]  # none where the check does not apply
+    tolerance: float = 0.0  # of `Seen.difference`
+    causes: tuple[Callable[[Pair], Cause | None], ...] = ()  # the first that applies is the cause
+    verdict: Verdict = Verdict.DIFFERS
+
+    def failure(self, pair: Pair) -> Seen | None:
+        """Return the first values that fail; None if the check does not apply, or holds."""
+        return next((seen for seen in self.values(pair) if seen.difference > self.tolerance), None)
+
+    def text(self, pair: Pair, seen: Seen) -> str:
+        """Return a failure in words."""
+        return _TEXTS[self.name].format(pair=pair, seen=seen)
 
 
 @dataclass(frozen=True)
@@ -197,19 +232,39 @@ class Pair:
         return self.reference, self.trace
 
     @property
+    def stage(self) -> int:
+        """Higher stage."""
+        return max(self.reference.stage, self.trace.stage)
+
+    @property
+    def leaves_zero(self) -> bool:
+        """True if only one of the runs has stage 0, which alone steps with the module's gradients."""
+        return (self.reference.stage == 0) is not (self.trace.stage == 0)
+
+    @property
     def is_cut(self) -> bool:
         """True if the batch is cut into other micro-batches."""
         return self.own.micro_batch != self.candidate.micro_batch
+
+    @property
+    def other_micro_batch(self) -> str:
+        """Both micro-batches in words."""
+        return f"micro-batch {self.candidate.micro_batch} instead of {self.own.micro_batch}"
 
     @functools.cached_property
     def steps(self) -> list[tuple[TracedStep, TracedStep]]:
         """Steps that both runs made."""
         return _paired(*self.traces)
 
+    @property
+    def runs(self) -> Iterator[tuple[TracedStep, ...]]:
+        """Those steps of each run, the reference's first."""
+        return zip(*self.steps, strict=True)
+
     @functools.cached_property
     def differences(self) -> dict[str, list[float]]:
         """Logarithms of the ratios of each step, by number that was seen."""
-        each = {name: _differences(*self.traces, name) for name in _NUMBERS}
+        each = {name: _differences(*self.traces, name) for name in _FIELDS}
         return {name: found for name, found in each.items() if found}
 
     @property
@@ -218,24 +273,38 @@ class Pair:
         return [name for name in self.differences if name != BUFFERS]
 
     @property
-    def noise_is_unknown(self) -> bool:
-        """True if the script draws random numbers, and no second run has shown what they change."""
-        return self.reference.draws and not _is_noisy(self.reference)
+    def is_exact(self) -> bool:
+        """True if the runs trained on the same rows from the same weights, and no noise between runs is known."""
+        is_noise_known = self.reference.draws and not self.noise_is_unknown
+        return same_rows(*self.traces) and same_weights(*self.traces) and not is_noise_known
+
+    @property
+    def counts_ahead(self) -> int:
+        """1 if Adam's step counter is one ahead only in the candidate, -1 if only in the reference."""
+        return _is_early(self.trace) - _is_early(self.reference)
 
     def mean(self, name: str) -> float:
         """Return the mean difference, without the effect of Adam's step counter in updates of stage 0 in 16 bits."""
-        mean = statistics.fmean(self.differences[name])
-        early = [_is_early(one) for one in self.traces]
-        if name != UPDATE or early[0] == early[1]:
-            return mean
-        steps = range(1, len(self.differences[name]) + 1)
-        ahead = statistics.fmean(math.log(_counter_factor(step)) for step in steps)
-        corrected = mean - (ahead if early[1] else -ahead)
-        return 0.0 if abs(corrected) <= _COUNTER_TOLERANCE else mean
+        each = self.differences[name]
+        mean = statistics.fmean(each)
+        if name == UPDATE and self.counts_ahead:
+            ahead = statistics.fmean(math.log(_counter_factor(step)) for step in range(1, len(each) + 1))
+            if abs(mean - self.counts_ahead * ahead) <= _COUNTER_TOLERANCE:
+                return 0.0
+        return mean
 
-    def factor(self, name: str) -> float:
-        """Return the mean ratio."""
-        return math.exp(statistics.fmean(self.differences[name]))
+    def scatter(self, name: str) -> float:
+        """Return the scatter of an effect of the cut, which may lie around zero; 0 if noise scatters too.
+
+        Named models average over a micro-batch's tokens.
+        """
+        if name == UPDATE or not (self.is_users and self.is_cut and self.is_exact):
+            return 0.0
+        return _root_mean_square(self.differences[name])
+
+    def seen(self, name: str) -> Seen:
+        """Return a number's mean ratio."""
+        return Seen(1.0, math.exp(statistics.fmean(self.differences[name])), name=name)
 
     def tolerance(self, name: str) -> float:
         """Return the tolerated mean difference.
@@ -248,10 +317,72 @@ class Pair:
         if not same_weights(*self.traces) or (self.noise_is_unknown and not self.is_users):
             floor = _MOST
         elif not same_rows(*self.traces):
-            values = [abs(value) for step in reference.counted if (value := _value(step, name))]
+            values = [abs(value) for step in reference.counted if (value := getattr(step, _FIELDS[name]))]
             logs = [math.log(value) for value in values if value > _TINY]
             floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
         return max(_least(name, *self.traces), min(floor, _MOST))
+
+    @property
+    def noise_is_unknown(self) -> bool:
+        """True if the script draws random numbers, and no second run has shown what they change."""
+        return self.reference.draws and not _is_noisy(self.reference)
+
+    @functools.cached_property
+    def beyond(self) -> list[Seen]:
+        """Numbers beyond their tolerance, the largest deviation first, because the update of Adam hides a factor of the gradient.
+
+        The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
+        loss that grows shows in it first.
+        """
+        means = {name: self.mean(name) for name in self.numbers}
+        found = [name for name in means if max(abs(means[name]), self.scatter(name)) > self.tolerance(name)]
+        is_cleared = UPDATE in means and abs(means.get(NORM, math.inf)) <= _CLEARS
+        if found == [LOSS] and is_cleared and not self.loss_builds_up:
+            return []
+        return sorted(map(self.seen, found), key=lambda seen: -seen.difference)
+
+    @property
+    def besides(self) -> str:
+        """Other numbers beyond their tolerance, in words."""
+        others = "".join(f", {seen.name} {seen.factor:.3g}x" for seen in self.beyond[1:])
+        is_loss = self.beyond[0].name == LOSS
+        return others + _BUILDS_UP * (is_loss and self.loss_builds_up)
+
+    @property
+    def scattered(self) -> float:
+        """Relative difference of the number with the largest deviation in one step."""
+        return math.expm1(_root_mean_square(self.differences[self.beyond[0].name]))
+
+    @property
+    def loss_builds_up(self) -> bool:
+        """True if differences of the loss lie much closer to a line through zero than to their mean.
+
+        An effect that builds up lies there: an average of weights that teaches, a part of the loss that counts iterations.
+        """
+        each = self.differences.get(LOSS, [])
+        if len(each) < LEAST_STEPS:
+            return False
+        line = range(1, len(each) + 1)
+        slope = statistics.linear_regression(line, each, proportional=True).slope
+        deviation = math.dist(each, [slope * at for at in line]) / math.sqrt(len(each) - 1)
+        return deviation < statistics.stdev(each) / 2
+
+    @functools.cached_property
+    def left_open(self) -> Seen:
+        """The number of which a comparison leaves the largest factor open.
+
+        A loss has no effect but through its gradient. A single step shows no scatter, so the noise floor stands for it.
+        """
+        found = []
+        for name in self.numbers:
+            each = self.differences[name]
+            scatter = statistics.stdev(each) if len(each) > 1 else self.reference.floor.get(name, 0.0)
+            if name == UPDATE and self.counts_ahead:  # the update moves with Adam's step counter
+                scatter = 0.0
+            if name != LOSS or NORM not in self.numbers:
+                hidden = abs(self.mean(name)) + _ERRORS * scatter / math.sqrt(len(each))
+                found.append(Seen(1.0, math.exp(hidden), name=name))
+        return max(found, key=lambda seen: seen.mine)
 
     @property
     def noise(self) -> str:
@@ -262,297 +393,317 @@ class Pair:
             return "its rows differ from run to run"
         return "the noise of its random numbers" if self.reference.draws else "two runs of it differ"
 
+    @property
+    def missing(self) -> str:
+        """Reason why no number was seen."""
+        return self.trace.missing or self.reference.missing or "no loss, gradient norm or update was seen"
+
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 #
-# Each check compares one thing, and returns None if it is equal or does not apply. The first failure is the verdict.
+# Values of each check. A check that does not apply has none.
 
+_STAGE = "zero_stage"
 _TEXTS = {
-    "steps": "fewer than {least} optimizer steps were traced",
-    "weights": "initial weights were not seen (an earlier version, or NVMe)",
-    "samples": "each step trains on {mine} samples a rank, and on {theirs} with {other}",
-    ROWS: "it trains on {factor:.3g}x {your} rows in an optimizer step",
+    "steps": "fewer than {seen.theirs} optimizer steps were traced",
+    "initial weights": "initial weights were not seen (an earlier version, or NVMe)",
+    "samples": "each step trains on {seen.mine} samples a rank, and on {seen.theirs} with {pair.your} config",
+    ROWS: "it trains on {seen.factor:.3g}x {pair.your} rows in an optimizer step",
     "epoch": (
-        "its loader gives {mine:.4g} optimizer steps an epoch instead of {theirs:.4g}, because the last batch of an epoch "
-        "is smaller than the others, or dropped"
+        "its loader gives {seen.mine:.4g} optimizer steps an epoch instead of {seen.theirs:.4g}, because the last batch of "
+        "an epoch is smaller than the others, or dropped"
     ),
-    "last batch": "optimizer step {step} trains on {mine} rows instead of {theirs}: the last batch of the data differs",
-    "frozen": (
-        "weights were frozen after deepspeed.initialize: stage {stage} steps them with gradients of zero, so that weight "
-        "decay and Adam's counter go on, and stage 0 leaves them out"
+    "last batch": "optimizer step {seen.step} has {seen.mine:.3g}x the usual rows, and {seen.theirs:.3g}x with {pair.yours}",
+    "frozen weights": "weights were frozen after deepspeed.initialize",
+    "other optimizers": (
+        "optimizers outside of the engine make {seen.mine} steps in each optimizer step of the engine, and {seen.theirs} "
+        "with {pair.yours}"
     ),
-    OUTSIDE: (
-        "optimizers outside of the engine make {mine} steps in each optimizer step of the engine, and {theirs} "
-        "with {yours}"
+    "gradients by hand": "the script changes the gradients between backward and step",
+    "backwards by hand": (
+        "the script changes the gradients after {seen.mine} of the backwards of an optimizer step, and after {seen.theirs} "
+        "with {pair.yours}"
     ),
-    "stage by hand": (
-        "the script changes the gradients between backward and step{how}, which stage {stage} does not read: it steps with "
-        "its own copy; {remedy} in the DeepSpeed config works at every stage"
-    ),
-    BY_HAND: (
-        "the script changes the gradients{how} after {mine} of the backwards of an optimizer step, and after {theirs} with "
-        "{yours}"
+    RATES: "learning rate is {seen.mine:.3g} instead of {seen.theirs:.3g} in optimizer step {seen.step}",
+    "movement of the learning rate": (
+        "learning rate has moved by a factor of {seen.mine:.6g} instead of {seen.theirs:.6g} in optimizer step {seen.step}"
     ),
     BUFFERS: (
-        "buffers that its forwards change, like BatchNorm's running statistics, move {factor:.3g}x as far as {yours} in an "
-        "optimizer step"
+        "buffers that its forwards change, like BatchNorm's running statistics, move {seen.factor:.3g}x as far as "
+        "{pair.yours} in an optimizer step"
+    ),
+    "nothing seen": "{pair.missing}",
+    "noise of other rows": (
+        "{seen.name} is {seen.factor:.4g}x of {pair.yours}, and runs differ by {pair.scattered:.0%} in one step, because "
+        "their rows differ"
+    ),
+    "unknown noise": (
+        "{seen.name} is {seen.factor:.4g}x of {pair.yours}, and the noise of its random numbers was not measured"
+    ),
+    "numbers": "{seen.name} is {seen.factor:.4g}x of {pair.yours}{pair.besides}",
+    "scatter": "{seen.name} is {pair.scattered:.1%} off {pair.yours} in a step, up or down",
+    "noise": "a factor of {seen.factor:.2g} in its {seen.name} would stay unseen: {pair.noise}",
+    "closeness": "compared only to within {seen.excess:.0%}: {pair.noise}",
+}
+_BUILDS_UP = ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
+# Reasons why a number is proportional to the micro-batch (1) or to the accumulation (-1). Measured:
+# `register_output_backward_hooks` divides at every output, and a row of `data/deepspeed_faults.json` names it.
+_PROPORTIONS = {
+    (LOSS, 1): (
+        "; it grows with the micro-batch, like a sum over its rows, or like a loss that the script divides by the "
+        "accumulation although DeepSpeed does so"
+    ),
+    (LOSS, -1): (
+        "; it grows with the accumulation: the gradients of the micro-batches are added up and not averaged. A Trainer does "
+        "so if its model takes num_items_in_batch and ignores it: trainer.model_accepts_loss_kwargs = False before train() "
+        "averages them"
+    ),
+    (NORM, 1): (
+        "; it shrinks with the accumulation, as if the gradient were divided by it twice: DeepSpeed does so for "
+        "loss.backward() of a loss that the model returns beside its logits (engine.backward divides once)"
     ),
 }
 
 
-def _failure(pair: Pair, name: str, cause: str = "", because: str = "", **figures: Any) -> Certificate:
-    """Return the verdict of a failed check, in the words of its name."""
-    text = _TEXTS[name].format(your=pair.your, yours=pair.yours, **figures)
-    because = f": {because}" if because else ""
-    return Certificate(Verdict.DIFFERS, text + because, name, figures.get("factor", math.inf), cause)
+def _steps(pair: Pair) -> list[Seen]:
+    count = sum(not reference.skipped for reference, _ in pair.steps)
+    return [Seen(LEAST_STEPS, count)] * (count < LEAST_STEPS)
 
 
-def _check_steps(pair: Pair) -> Certificate | None:
-    if sum(not a.skipped for a, _ in pair.steps) >= LEAST_STEPS:
-        return None
-    return Certificate(Verdict.NOT_COMPARED, _TEXTS["steps"].format(least=LEAST_STEPS))
-
-
-def _check_initial_weights(pair: Pair) -> Certificate | None:
-    """Check that initial weights were seen, which versions before drew otherwise at stage 3 of a named model."""
+def _initial_weights(pair: Pair) -> list[Seen]:
+    """Return values if weights were not seen, which versions before drew otherwise at stage 3 of a named model."""
     stages = {one.stage for one in pair.traces}
-    seen = all(one.initial for one in pair.traces)
-    if seen or pair.is_users or 3 not in stages or len(stages) == 1:
-        return None
-    return Certificate(Verdict.NOT_COMPARED, _TEXTS["weights"])
+    is_other = not pair.is_users and 3 in stages and len(stages) == 2
+    return [Seen(1, 0)] * (is_other and not all(one.initial for one in pair.traces))
 
 
-def _check_samples(pair: Pair) -> Certificate | None:
-    mine, theirs = pair.candidate.rows_per_rank, pair.own.rows_per_rank
-    if mine == theirs:
-        return None
-    other = "your config" if pair.is_users else "the config it would be compared with"
-    return Certificate(Verdict.NOT_COMPARED, _TEXTS["samples"].format(mine=mine, theirs=theirs, other=other))
+def _samples(pair: Pair) -> list[Seen]:
+    return [Seen(pair.own.rows_per_rank, pair.candidate.rows_per_rank)]
 
 
-def _check_rows(pair: Pair) -> Certificate | None:
-    factor = rows_factor(*pair.traces, is_cut=pair.is_cut)
-    if factor == 1.0:
-        return None
-    return _failure(pair, ROWS, *_stage_cause(pair), factor=factor)
+def _rows(pair: Pair) -> list[Seen]:
+    return [Seen(1.0, rows_factor(*pair.traces, is_cut=pair.is_cut))]
 
 
-def _check_epoch(pair: Pair) -> Certificate | None:
+def _epochs(pair: Pair) -> list[Seen]:
     theirs, mine = (one.epoch_steps for one in pair.traces)
-    if not theirs or not mine or abs(math.log(mine / theirs)) <= math.log1p(_LATER_TOLERANCE):
-        return None
-    found = _failure(pair, "epoch", MICRO_BATCH if pair.is_cut else "", mine=mine, theirs=theirs, factor=mine / theirs)
-    return dataclasses.replace(found, quantity=ROWS)
+    return [Seen(theirs, mine)] * bool(theirs and mine)
 
 
-def _check_frozen(pair: Pair) -> Certificate | None:
-    reference, trace = pair.traces
-    if not (reference.holds_frozen or trace.holds_frozen) or (reference.stage == 0) is (trace.stage == 0):
-        return None
-    found = _failure(pair, "frozen", _STAGE, stage=max(reference.stage, trace.stage))
-    return dataclasses.replace(found, quantity=UPDATE, factor=1.0)
+def _last_batches(pair: Pair) -> list[Seen]:
+    """Return the rows of each step, in those of most steps, if no loader tells its length."""
+    rows = [[step.rows for step in run] for run in pair.runs]
+    usual = [max(1, statistics.median(each)) for each in rows]
+    each = enumerate(zip(*rows, strict=True), 1)
+    return [] if _epochs(pair) else [Seen(a / usual[0], b / usual[1], step) for step, (a, b) in each]
 
 
-def _check_outside_steps(pair: Pair) -> Certificate | None:
-    theirs, mine = (statistics.mode(one.outside_steps for one in run) for run in zip(*pair.steps, strict=True))
-    if mine == theirs:
-        return None
-    cause = ACCUMULATION if pair.reference.iterations != pair.trace.iterations else ""
-    return _failure(pair, OUTSIDE, cause, mine=mine, theirs=theirs)
+def _frozen_weights(pair: Pair) -> list[Seen]:
+    return [Seen(1, 0)] * (pair.leaves_zero and any(one.holds_frozen for one in pair.traces))
 
 
-def _check_changed_gradients(pair: Pair) -> Certificate | None:
-    """Check what the script does to gradients between backward and step, whether or not it has had an effect yet."""
-    theirs, mine = (max(one.changed_by_hand for one in run) for run in zip(*pair.steps, strict=True))
-    stages = [one.stage for one in pair.traces]
-    limit = max(one.clips_at for one in pair.traces)
-    how = f" (clipping at {limit:g})" if limit else ""
-    if (stages[0] == 0) is not (stages[1] == 0):
-        if not (theirs if stages[0] == 0 else mine):
-            return None
-        remedy = f'"gradient_clipping": {limit:g}' if limit else "gradient_clipping"
-        return _failure(pair, "stage by hand", _STAGE, stage=max(stages), how=how, remedy=remedy)
-    if stages[0] or mine == theirs:
-        return None
-    return _failure(pair, BY_HAND, ACCUMULATION if pair.is_cut else "", mine=mine, theirs=theirs, how=how)
+def _other_optimizers(pair: Pair) -> list[Seen]:
+    theirs, mine = (statistics.mode(step.outside_steps for step in run) for run in pair.runs)
+    return [Seen(theirs, mine)]
 
 
-def _check_rates(pair: Pair) -> Certificate | None:
-    yours = pair.yours
-    if (wrong := _wrong_rate(pair.steps)) is not None:
-        step, theirs, mine = wrong
-        times = f"{mine / theirs:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
-        return _wrong_schedule(pair, f"learning rate is {times} in optimizer step {step + 1}", theirs, mine)
-    if (moved := _wrong_movement(pair.steps)) is not None:
-        theirs, mine = moved
-        moves = f"by {100 * mine:.2g}% instead of {100 * theirs:.2g}% after {len(pair.steps)} optimizer steps"
-        return _wrong_schedule(pair, f"learning rate has moved {moves}", theirs, mine)
-    if (later := _wrong_later(*pair.traces)) is not None:
-        step, theirs, mine = later
-        text = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
-        return _wrong_schedule(pair, text, theirs, mine, later=True)
-    return None
+def _backwards_by_hand(pair: Pair) -> list[Seen]:
+    """Return the backwards after which the script changes what stage 0 steps with, whether or not it has had an effect yet."""
+    theirs, mine = (max(step.changed_by_hand for step in run) for run in pair.runs)
+    return [Seen(theirs, mine)]
 
 
-def _wrong_schedule(pair: Pair, text: str, theirs: float, mine: float, *, later: bool = False) -> Certificate:
-    own, now = pair.reference.iterations, pair.trace.iterations
-    cause, because = _stage_cause(pair)
-    if own != now:
-        subject = "length of the schedule counts" if later else "schedule advances with"
-        cause = ACCUMULATION
-        because = f"the {subject} iterations of your loop, and {now} instead of {own} of them make an optimizer step"
-    elif not cause and pair.is_cut:
-        cause, because = MICRO_BATCH, _other_micro_batch(pair)
-    text = f"{text}: {because}" if because else text
-    return Certificate(Verdict.DIFFERS, text, RATES, mine / theirs if theirs else math.inf, cause)
+def _gradients_by_hand(pair: Pair) -> list[Seen]:
+    return _backwards_by_hand(pair) * pair.leaves_zero
 
 
-def _check_buffers(pair: Pair) -> Certificate | None:
-    """Check buffers that forwards change: four forwards of two rows move them further than one of eight."""
-    if not pair.is_users or BUFFERS not in pair.differences or abs(pair.mean(BUFFERS)) <= pair.tolerance(BUFFERS):
-        return None
-    cause = (MICRO_BATCH, _other_micro_batch(pair)) if pair.is_cut else _stage_cause(pair)
-    return _failure(pair, BUFFERS, *cause, factor=pair.factor(BUFFERS))
+def _rates(pair: Pair) -> Iterator[Seen]:
+    """Yield the learning rates of the steps, and those that the schedules lead to if they lie apart.
 
-
-def _check_numbers(pair: Pair) -> Certificate | None:
-    """Check loss, gradient norm and update."""
-    reference, trace = pair.traces
-    found = pair.numbers
-    if not found:
-        why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
-        return Certificate(Verdict.NOT_COMPARED, why)
-    tolerance = {name: pair.tolerance(name) for name in found}
-    beyond = {name for name in found if abs(pair.mean(name)) > tolerance[name]}
-    scatter = _scatter_of_cut(pair)
-    beyond |= {name for name in scatter if scatter[name] > tolerance[name]}
-    # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
-    # loss that grows shows in it first.
-    cleared = {NORM, UPDATE} <= set(found) and abs(pair.mean(NORM)) <= _CLEARS
-    if beyond == {LOSS} and cleared and not _builds_up(pair.differences[LOSS]):
-        beyond = set()
-    if not beyond:
-        return None
-    # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
-    name = max(beyond, key=lambda one: abs(statistics.fmean(pair.differences[one])))
-    each, factor = pair.differences[name], pair.factor(name)
-    times = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {pair.yours}"
-    noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(each))
-    if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
-        apart = math.expm1(_root_mean_square(each))
-        much = f"runs differ by {apart:.0%} in one step, because their rows differ"
-        return Certificate(Verdict.NOT_COMPARED, f"{times}, and {much}")
-    if abs(math.log(factor)) <= tolerance[name]:
-        times = f"{name} is {math.expm1(scatter[name]):.1%} off {pair.yours} in a step, up or down"
-    if pair.noise_is_unknown and abs(math.log(factor)) <= _MOST:
-        return Certificate(Verdict.NOT_COMPARED, f"{times}, and the noise of its random numbers was not measured")
-    return _other_numbers(pair, times, name, LOSS in beyond)
-
-
-def _scatter_of_cut(pair: Pair) -> dict[str, float]:
-    """Return the scatter of an effect of the cut, which may lie around zero; empty if noise scatters too.
-
-    Named models average over a micro-batch's tokens.
+    A schedule's length is rounded, so the reference's neighbouring intervals are its rates too.
     """
-    is_exact = pair.noise_is_unknown or not pair.reference.draws
-    if not pair.is_users or not pair.is_cut or not is_exact:
-        return {}
-    if not same_rows(*pair.traces) or not same_weights(*pair.traces):
-        return {}
-    return {name: _root_mean_square(pair.differences[name]) for name in pair.numbers if name != UPDATE}
+    yield from _first_rates(pair.steps)
+    reference = pair.reference
+    first = [rate for step in reference.steps for rate in step.rates]  # a short schedule has come down by then
+    least = _LATER_TOLERANCE * max([*first, *(high for _, high in reference.ahead)], default=0.0)
+    for at, (step, (low, high), _) in enumerate(zip(AHEAD, pair.trace.ahead, reference.ahead, strict=False)):
+        lows, highs = zip(*reference.ahead[max(0, at - 1) : at + 2], strict=True)
+        if low > max(highs) + least:
+            yield Seen(max(highs), low, step)
+        if high < min(lows) - least:
+            yield Seen(min(lows), high, step)
 
 
-def _other_numbers(pair: Pair, text: str, name: str, other_loss: bool) -> Certificate:
-    """Return the verdict on another loss, gradient norm or update, with its cause."""
-    factor, loss = pair.factor(name), pair.factor(LOSS) if other_loss else 1.0
-    if name != LOSS and abs(loss - 1) >= 0.005:
-        text += f", loss {loss:.3g}x"
-    elif other_loss and _builds_up(pair.differences[LOSS]):
-        text += ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
-    if other_loss and pair.is_cut:
-        because = f"the loss depends on how the batch is cut ({_other_micro_batch(pair)})"
-        because += _proportion(loss, pair.own, pair.candidate, _GROWING_LOSS, _FULL_LOSS)
-        return Certificate(Verdict.DIFFERS, f"{text}: {because}", name, factor, MICRO_BATCH)
-    cause, because = _stage_cause(pair)
-    norms = pair.differences.get(NORM)  # weights are equal in the first step only
-    stages = {one.stage for one in pair.traces}
-    if cause and name == UPDATE and 0 in stages and norms and abs(norms[0]) <= _least(NORM, *pair.traces):
-        because = _FLAT_PARTS.format(max(stages))
-    elif not cause and pair.is_cut:
-        cause, because = MICRO_BATCH, _other_micro_batch(pair)
-        if name == NORM:
-            because += _proportion(factor, pair.own, pair.candidate, _DIVIDED_TWICE, "")
-    text = f"{text}: {because}" if because else text
-    return Certificate(Verdict.DIFFERS, text, name, factor, cause)
+def _first_rates(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> Iterator[Seen]:
+    """Yield the learning rates of both runs in each step."""
+    for step, (theirs, mine) in enumerate(pairs, 1):
+        one, other = sorted(set(theirs.rates)), sorted(set(mine.rates))
+        if len(one) != len(other):  # DeepSpeed may split groups, which repeats rates
+            one, other = one[-1:], other[-1:]
+        yield from (Seen(a, b, step) for a, b in zip(one, other, strict=False))
 
 
-def _check_noise(pair: Pair) -> Certificate | None:
-    """Check that noise leaves no factor open that would matter."""
-    name, hidden = _left_open(pair)
-    if hidden < _UNSEEN:
+def _moved_rates(pair: Pair) -> list[Seen]:
+    """Return by how much the highest rate has moved.
+
+    A rate that counts micro-batches may move by less than its tolerance in the first steps, and far apart later. A schedule
+    that counts parts of a step is up to one step ahead or behind, so the reference's neighbouring steps are its rates too.
+    """
+    rates = [[max(step.rates, default=0.0) for step in run] for run in pair.runs]
+    if not all(each[0] for each in rates):  # a warm-up from zero, which has been compared
+        return []
+    (before, theirs), (_, mine) = ([rate / each[0] for rate in each[-2:]] for each in rates)
+    low, high = sorted((before, 2 * theirs - before))
+    return [Seen(min(max(mine, low), high), mine, len(pair.steps))]
+
+
+def _buffers(pair: Pair) -> list[Seen]:
+    """Return the buffers that forwards change: four forwards of two rows move them further than one of eight."""
+    if not pair.is_users or BUFFERS not in pair.differences:
+        return []
+    return [seen for seen in [pair.seen(BUFFERS)] if seen.difference > pair.tolerance(BUFFERS)]
+
+
+def _nothing_seen(pair: Pair) -> list[Seen]:
+    return [Seen(1, 0)] * (not pair.numbers)
+
+
+def _noise_of_other_rows(pair: Pair) -> list[Seen]:
+    floor = pair.reference.floor
+    each = [] if same_rows(*pair.traces) else pair.beyond[:1]
+    return [
+        seen
+        for seen in each
+        if seen.difference <= _ERRORS * floor.get(seen.name, 0.0) / math.sqrt(len(pair.differences[seen.name]))
+    ]
+
+
+def _unknown_noise(pair: Pair) -> list[Seen]:
+    return [seen for seen in pair.beyond[:1] if pair.noise_is_unknown and seen.difference <= _MOST]
+
+
+def _numbers(pair: Pair) -> list[Seen]:
+    return [seen for seen in pair.beyond[:1] if seen.difference > pair.tolerance(seen.name)]
+
+
+def _scatter(pair: Pair) -> list[Seen]:
+    return [seen._replace(mine=1.0 + pair.scattered) for seen in pair.beyond[:1]]
+
+
+# -- causes ------------------------------------------------------------------------------------------------------------
+#
+# Settings because of which a candidate differs, each with the reason, and the candidates that share it.
+
+
+def _by_cut(pair: Pair) -> Cause | None:
+    return (MICRO_BATCH, pair.other_micro_batch) if pair.is_cut else None
+
+
+def _by_iterations(pair: Pair) -> Cause | None:
+    own, now = pair.reference.iterations, pair.trace.iterations
+    if own == now:
         return None
-    times = f"{name} is {pair.factor(name):.3g}x of {pair.yours} on average"
-    why = f"{times}, and a factor of {math.exp(hidden):.2g} would stay unseen: {pair.noise}"
-    return Certificate(Verdict.NOT_COMPARED, why, name, pair.factor(name))
+    return (
+        ACCUMULATION,
+        f"this counts iterations of your loop, and {now} instead of {own} of them make an optimizer step",
+    )
 
 
-_CHECKS: tuple[Callable[[Pair], Certificate | None], ...] = (
-    _check_steps,
-    _check_initial_weights,
-    _check_samples,
-    _check_rows,
-    _check_epoch,
-    _check_frozen,
-    _check_outside_steps,
-    _check_changed_gradients,
-    _check_rates,
-    _check_buffers,
-    _check_numbers,
-    _check_noise,
+def _by_loss(pair: Pair) -> Cause | None:
+    """Return the micro-batch if the loss differs with it, with a reason if it is proportional to it."""
+    if not pair.is_cut or LOSS not in (seen.name for seen in pair.beyond):
+        return None
+    because = f"the loss depends on how the batch is cut ({pair.other_micro_batch})"
+    return MICRO_BATCH, because + _proportion(pair, LOSS)
+
+
+def _by_division(pair: Pair) -> Cause | None:
+    because = _proportion(pair, NORM) if pair.beyond[0].name == NORM else ""
+    return (MICRO_BATCH, pair.other_micro_batch + because) if because else None
+
+
+def _proportion(pair: Pair, name: str) -> str:
+    """Return why a number grows with the micro-batch or with the accumulation; empty if it is proportional to neither."""
+    times = math.log(pair.candidate.micro_batch / pair.own.micro_batch)
+    mean = statistics.fmean(pair.differences[name])
+    reasons = {sign: text for (of, sign), text in _PROPORTIONS.items() if of == name}
+    return next((text for sign, text in reasons.items() if times and abs(mean - sign * times) < _PROPORTIONAL), "")
+
+
+def _by_frozen_weights(pair: Pair) -> Cause:
+    return _STAGE, (
+        f"stage {pair.stage} steps them with gradients of zero, so that weight decay and Adam's counter go on, and stage 0 "
+        "leaves them out"
+    )
+
+
+def _by_sums(pair: Pair) -> Cause | None:
+    """Return the stage if one of both does not sum what several backwards of a step give."""
+    (theirs, mine), backwards = (one.stage for one in pair.traces), pair.trace.iterations
+    partial = [stage for stage in (mine, theirs) if stage in (1, 2)]
+    if backwards <= pair.trace.accumulation or len(partial) != 1:
+        return None
+    return _STAGE, f"stage {partial[0]} does not sum the {backwards} gradients of a step"
+
+
+def _by_stage(pair: Pair) -> Cause | None:
+    theirs, mine = (one.stage for one in pair.traces)
+    if theirs == mine:
+        return None
+    if not pair.leaves_zero or not pair.is_users:
+        return _STAGE, f"stage {mine} instead of {theirs}"
+    limit = max(one.clips_at for one in pair.traces)
+    clipping = f'"gradient_clipping": {limit:g}' if limit else "gradient_clipping"
+    return _STAGE, (
+        f"stage {pair.stage} gives its own flat copies of weights and gradients to the optimizer, on which changes by hand "
+        f"(clipping) have no effect, and without the shapes that Muon and Shampoo use; {clipping} in the DeepSpeed config "
+        "works at every stage"
+    )
+
+
+_BY_SCHEDULE = (_by_iterations, _by_sums, _by_stage, _by_cut)
+_BY_NUMBERS = (_by_loss, _by_sums, _by_stage, _by_division, _by_cut)
+CHECKS = (
+    Check("steps", _steps, verdict=Verdict.NOT_COMPARED),
+    Check("initial weights", _initial_weights, verdict=Verdict.NOT_COMPARED),
+    Check("samples", _samples, verdict=Verdict.NOT_COMPARED),
+    Check(ROWS, _rows, causes=(_by_sums, _by_stage)),
+    Check("epoch", _epochs, math.log1p(_LATER_TOLERANCE), causes=(_by_cut,)),
+    Check("frozen weights", _frozen_weights, causes=(_by_frozen_weights,)),
+    Check("other optimizers", _other_optimizers, causes=(_by_iterations,)),
+    Check("gradients by hand", _gradients_by_hand, causes=(_by_stage,)),
+    Check("backwards by hand", _backwards_by_hand, causes=(_by_iterations,)),
+    Check(RATES, _rates, _RATE_TOLERANCE, _BY_SCHEDULE),
+    Check("movement of the learning rate", _moved_rates, _RATE_ROUNDING, _BY_SCHEDULE),
+    Check(BUFFERS, _buffers, causes=(_by_cut, _by_sums, _by_stage)),
+    Check("nothing seen", _nothing_seen, verdict=Verdict.NOT_COMPARED),
+    Check("noise of other rows", _noise_of_other_rows, verdict=Verdict.NOT_COMPARED),
+    Check("unknown noise", _unknown_noise, verdict=Verdict.NOT_COMPARED),
+    Check("numbers", _numbers, causes=_BY_NUMBERS),
+    Check("scatter", _scatter, causes=_BY_NUMBERS),
+    Check("noise", lambda pair: [pair.left_open], _UNSEEN, verdict=Verdict.NOT_COMPARED),
+)
+# What an equal training leaves open.
+REMARKS = (
+    Check("closeness", lambda pair: [pair.left_open], _CLOSE),
+    Check("epoch", _epochs, _RATE_TOLERANCE),
+    Check("last batch", _last_batches, _COARSE_TOLERANCE),
 )
 
 
-def _same(pair: Pair) -> Certificate:
-    """Return the figures of an equal training, with what they leave open."""
-    text = _figures(pair)
-    _, hidden = _left_open(pair)
-    if hidden > _CLOSE:
-        text += f"; compared only to within {math.expm1(hidden):.0%}: {pair.noise}"
-    theirs, mine = (one.epoch_steps for one in pair.traces)
-    if theirs and mine:
-        if abs(math.log(mine / theirs)) > _RATE_TOLERANCE:
-            text += "; " + _TEXTS["epoch"].format(mine=mine, theirs=theirs)
-    elif (short := _short_step(pair)) is not None:
-        rows = [step.rows for step in pair.steps[short]]
-        text += "; " + _TEXTS["last batch"].format(step=short + 1, theirs=rows[0], mine=rows[1])
-    return Certificate(Verdict.SAME, text)
+# -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _left_open(pair: Pair) -> tuple[str, float]:
-    """Return the quantity of which a comparison leaves the largest factor open, and the logarithm of the factor.
-
-    A loss has no effect but through its gradient. A single step shows no scatter, so the noise floor stands for it.
-    """
-    reference, trace = pair.traces
-    found = dict[str, float]()
+def _figures(pair: Pair) -> str:
+    parts = []
     for name in pair.numbers:
-        if name == LOSS and NORM in pair.numbers:
-            continue
-        each = pair.differences[name]
-        moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
-        scatter = statistics.stdev(each) if len(each) > 1 else reference.floor.get(name, 0.0)
-        error = 0.0 if moves else scatter / math.sqrt(len(each))
-        found[name] = abs(pair.mean(name)) + _ERRORS * error
-    return max(found.items(), key=lambda item: item[1])
-
-
-def _short_step(pair: Pair) -> int | None:
-    """Return the index of the first step that is the short one of only one run; None if both have equal steps."""
-    rows = [[step.rows for step in run] for run in zip(*pair.steps, strict=True)]
-    if any(len(set(each)) > 2 for each in rows):  # batches by tokens
-        return None
-    short = [[one < statistics.median(each) for one in each] for each in rows]
-    return next((at for at, (a, b) in enumerate(zip(*short, strict=True)) if a is not b), None)
+        theirs, mine = map(statistics.fmean, zip(*_values(*pair.traces, name), strict=True))
+        parts.append(f"{name} {mine:.4g} / {theirs:.4g}")
+    if UPDATE in pair.numbers:
+        moved = " (stage 0 counts Adam's steps one ahead)" if pair.counts_ahead else ""
+        parts[-1] = f"update {pair.seen(UPDATE).factor:.2f}x{moved}"
+    steps_seen = max(len(pair.differences[name]) for name in pair.numbers)
+    return ", ".join([*parts, "learning rate equal", counted(steps_seen, "step")])
 
 
 def rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, is_cut: bool = True) -> float:
@@ -561,79 +712,35 @@ def rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, is_cut: bool 
     Args:
         is_cut: the micro-batches differ. A forward of as many rows as before then has packed rows, which are not counted.
     """
-    mine, theirs = (statistics.median(step.rows for step in one.steps) for one in (trace, reference))
-    if not mine or not theirs or (is_cut and mine * reference.iterations == theirs * trace.iterations):
+    theirs, mine = (statistics.median(step.rows for step in one.steps) for one in (reference, trace))
+    is_packed = is_cut and mine * reference.iterations == theirs * trace.iterations
+    rows = Seen(theirs, mine)
+    if not mine or not theirs or is_packed or rows.difference <= _COARSE_TOLERANCE:
         return 1.0
-    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_COARSE_TOLERANCE) else 1.0
+    return rows.factor
 
 
-def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float, float] | None:
-    """Return (index of the step, reference's, candidate's) of the first other learning rate; None if all are equal."""
-    for at, (theirs, mine) in enumerate(pairs):
-        one, other = sorted(set(theirs.rates)), sorted(set(mine.rates))
-        if len(one) != len(other):  # DeepSpeed may split groups, which repeats rates
-            one, other = one[-1:], other[-1:]
-        for a, b in zip(one, other, strict=False):
-            if max(abs(a), abs(b)) > _TINY and abs(a - b) > _RATE_TOLERANCE * max(abs(a), abs(b)):
-                return at, a, b
-    return None
-
-
-def _wrong_movement(pairs: Sequence[tuple[TracedStep, TracedStep]]) -> tuple[float, float] | None:
-    """Return by how much the highest rate has moved, (reference's, candidate's), if a schedule of the loop differs.
-
-    A rate that counts micro-batches may move by less than its tolerance in the first steps, and far apart later. A schedule
-    that counts parts of a step is up to one step ahead or behind, so the reference's neighbouring steps are its rates too.
-    """
-    rates = [[max(step.rates, default=0.0) for step in run] for run in zip(*pairs, strict=True)]
-    if not all(each[0] for each in rates):  # a warm-up from zero, which has been compared
-        return None
-    (before, theirs), (_, mine) = ([rate / each[0] - 1 for rate in each[-2:]] for each in rates)
-    low, high = sorted((before, 2 * theirs - before))
-    return None if low - _RATE_ROUNDING <= mine <= high + _RATE_ROUNDING else (theirs, mine)
-
-
-def _wrong_later(reference: TrainingTrace, trace: TrainingTrace) -> tuple[int, float, float] | None:
-    """Return (optimizer step, reference's, candidate's) of the first other learning rate that the schedules lead to.
-
-    A schedule's length is rounded, so the reference's neighbouring intervals are its rates too.
-    """
-    first = [rate for step in reference.steps for rate in step.rates]  # a short schedule has come down by then
-    least = _LATER_TOLERANCE * max([*first, *(high for _, high in reference.ahead)], default=0.0)
-    for at, (step, (low, high), _) in enumerate(zip(AHEAD, trace.ahead, reference.ahead, strict=False)):
-        near = reference.ahead[max(0, at - 1) : at + 2]
-        lowest, highest = min(one for one, _ in near), max(one for _, one in near)
-        if low > highest + least or high < lowest - least:
-            return step, highest if low > highest else lowest, low if low > highest else high
-    return None
+def _values(reference: TrainingTrace, trace: TrainingTrace, name: str) -> list[tuple[float, float]]:
+    """Return (reference's, candidate's) values of each step that both have seen."""
+    pairs, field = _compared(reference, trace), _FIELDS[name]
+    if name != UPDATE and _is_early(reference) != _is_early(trace):
+        pairs = pairs[:1]  # Adam's step counter has led to other weights since
+    values = [(getattr(theirs, field), getattr(mine, field)) for theirs, mine in pairs if not theirs.skipped]
+    return [(theirs, mine) for theirs, mine in values if theirs is not None and mine is not None]
 
 
 def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> list[float]:
-    """Return the logarithm of the ratio of each step; empty if a trace lacks the quantity."""
+    """Return the logarithm of the ratio of each step, of values of any sign; empty if a trace lacks the quantity."""
+    values, smallest = _values(reference, trace, name), _TINY
+    if name == LOSS:
+        smallest = max([_SMALL_LOSS, *(_SMALL_SHARE * abs(theirs) for theirs, _ in values)])
     found = []
-    scale = max((abs(step.loss) for step in reference.counted if step.loss is not None), default=0.0)
-    pairs = _compared(reference, trace)
-    if name != UPDATE and _is_early(reference) != _is_early(trace):
-        pairs = pairs[:1]  # Adam's step counter has led to other weights since
-    for theirs, mine in pairs:
-        a, b = _value(theirs, name), _value(mine, name)
-        if theirs.skipped or a is None or b is None:
-            continue
-        if name == LOSS and (a <= 0 or b <= 0 or min(a, b) < _CLAMP * scale):
-            found.append(_signed(a, b, scale))
-        elif max(a, b) > _TINY:
-            found.append(math.log(max(b, _CLAMP * a) / max(a, _CLAMP * b)))
+    for theirs, mine in values:
+        size = max(abs(theirs), abs(mine))
+        if name == LOSS or size > _TINY:
+            share = (mine - theirs) / max(size, smallest)
+            found.append(math.copysign(math.log(max(_CLAMP, 1.0 - min(1.0, abs(share)))), share))
     return found
-
-
-def _signed(a: float, b: float, scale: float) -> float:
-    """Return the difference of two losses of any sign, as the logarithm of a ratio."""
-    share = (b - a) / max(abs(a), abs(b), 0.1 * scale, _SMALL_LOSS)
-    return math.copysign(-math.log(max(_CLAMP, 1 - min(1.0, abs(share)))), share)
-
-
-def _value(step: TracedStep, name: str) -> float | None:
-    return {LOSS: step.loss, NORM: step.gradient_norm, UPDATE: step.update, BUFFERS: step.buffers}[name]
 
 
 def _least(name: str, *traces: TrainingTrace) -> float:
@@ -644,7 +751,7 @@ def _least(name: str, *traces: TrainingTrace) -> float:
     Updates are therefore compared as in 16 bits.
     """
     if name == BUFFERS:
-        return math.log1p(_COARSE_TOLERANCE)
+        return _COARSE_TOLERANCE
     precisions = ["bf16"] if name == UPDATE else [one.precision for one in traces]
     return max(LEAST_TOLERANCE[precision] for precision in precisions)
 
@@ -695,76 +802,7 @@ def _counter_factor(step: int) -> float:
     return correction(step + 1) / correction(step)
 
 
-def _figures(pair: Pair) -> str:
-    steps = [(a, b) for a, b in _compared(*pair.traces) if not a.skipped]
-    parts = []
-    for name in pair.numbers:
-        values = [(_value(b, name), _value(a, name)) for a, b in steps]
-        seen = [each for each in values if None not in each]  # a norm may be seen in some steps only
-        mine, theirs = (statistics.fmean(each) for each in zip(*seen, strict=True))  # type: ignore[arg-type]
-        parts.append(f"{name} {mine:.4g} / {theirs:.4g}")
-    if UPDATE in pair.numbers:
-        moved = " (stage 0 counts Adam's steps one ahead)" * (_is_early(pair.reference) != _is_early(pair.trace))
-        parts[-1] = f"update {pair.factor(UPDATE):.2f}x{moved}"
-    steps_seen = max(len(pair.differences[name]) for name in pair.numbers)
-    return ", ".join([*parts, "learning rate equal", counted(steps_seen, "step")])
-
-
-# -- cause -------------------------------------------------------------------------------------------------------------
-#
-# Name the setting because of which a candidate differs, and the candidates that share it.
-
-_STAGE = "zero_stage"
-_FLAT_PARTS = (
-    "from the same gradients; stage {} passes flat parts of the weights to the optimizer, which changes an optimizer that "
-    "uses their shapes (Muon, Shampoo)"
-)
-
-_GROWING_LOSS = (
-    "; it grows with the micro-batch, like a sum over its rows, or like a loss that the script divides by the accumulation "
-    "although DeepSpeed does so"
-)
-_FULL_LOSS = (
-    "; it grows with the accumulation: the gradients of the micro-batches are added up and not averaged. A Trainer does so if "
-    "its model takes num_items_in_batch and ignores it: trainer.model_accepts_loss_kwargs = False before train() averages them"
-)
-# Measured: `register_output_backward_hooks` divides at every output, and a row of `data/deepspeed_faults.json` names it.
-_DIVIDED_TWICE = (
-    "; it shrinks with the accumulation, as if the gradient were divided by it twice: DeepSpeed does so for loss.backward() "
-    "of a loss that the model returns beside its logits (engine.backward divides once)"
-)
-
-
-def _other_micro_batch(pair: Pair) -> str:
-    return f"micro-batch {pair.candidate.micro_batch} instead of {pair.own.micro_batch}"
-
-
-def _proportion(factor: float, own: Candidate, candidate: Candidate, with_micro: str, with_accumulation: str) -> str:
-    """Return why a quantity grows with the micro-batch or with the accumulation; empty if it is proportional to neither."""
-    times = math.log(candidate.micro_batch / own.micro_batch)
-    if abs(math.log(factor) - times) < _PROPORTIONAL:
-        return with_micro
-    return with_accumulation if abs(math.log(factor) + times) < _PROPORTIONAL else ""
-
-
-def _stage_cause(pair: Pair) -> tuple[str, str]:
-    """Return the stage as cause, and why it changes a training; empty if both runs have one stage."""
-    reference, trace = pair.traces
-    backwards, partial = trace.iterations, (1, 2)  # stages that do not sum what several backwards give
-    if trace.stage == reference.stage:
-        return "", ""
-    if backwards > trace.accumulation and (trace.stage in partial) != (reference.stage in partial):
-        keeps = trace.stage if trace.stage in partial else reference.stage
-        whose = "stage" if keeps == trace.stage else f"{pair.your} stage"
-        if pair.candidate.offloaded or pair.own.offloaded:
-            return _STAGE, f"with offload, {whose} {keeps} does not sum the {backwards} gradients of a step"
-        return _STAGE, f"{whose} {keeps} keeps only the last of {backwards} gradients"
-    if reference.stage == 0 and pair.is_users:
-        return _STAGE, (
-            f"stage {trace.stage} steps with its own copy of the gradients, on which changes by hand (clipping) have no "
-            "effect; gradient_clipping in the DeepSpeed config works at every stage"
-        )
-    return _STAGE, f"stage {trace.stage} instead of {reference.stage}"
+# -- certifier ---------------------------------------------------------------------------------------------------------
 
 
 class Certifier:
@@ -875,10 +913,10 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
     if rows != 1.0:
         return f"it trains on {rows:.3g}x the rows in an optimizer step"
     each = [{step.rates for step in one.counted} for one in (reference, trace)]
-    if all(len(rates) == 1 for rates in each):  # a schedule has moved on since
-        pairs = zip(reference.counted[:1], trace.counted[:1], strict=False)
-        if (wrong := _wrong_rate(pairs)) is not None:
-            return f"its learning rate is {wrong[2]:.3g} instead of {wrong[1]:.3g} at its first start"
+    pairs = zip(reference.counted[:1], trace.counted[:1], strict=False)
+    wrong = [seen for seen in _first_rates(pairs) if seen.difference > _RATE_TOLERANCE]
+    if wrong and all(len(rates) == 1 for rates in each):  # otherwise a schedule has moved on since
+        return f"its learning rate is {wrong[0].mine:.3g} instead of {wrong[0].theirs:.3g} at its first start"
     return ""
 
 
