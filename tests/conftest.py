@@ -62,7 +62,6 @@ from autotune.problem.space import load_space
 from autotune.rank.sandbox import Sandbox
 from autotune.script.profile import job_of, unknown_job
 from autotune.util.units import MIB
-from autotune.workers.gpu_locks import lock_file
 from autotune.workers.launchers import ForkLauncher
 from tests import fake_driver
 
@@ -575,12 +574,10 @@ def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def driver(driver_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
+def driver(driver_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_driver.Driver:
     """A driver for NVML's bindings in this process, of a machine without a GPU; `driver.environment` is another's."""
     made = fake_driver.Driver(driver_library, tmp_path / "machine.txt")
     made.write()
     fake_driver.install(made, monkeypatch)
     monkeypatch.setattr(nvml, "LOOK_AGAIN_SECONDS", 0.01)
-    yield made
-    for device in [one for card in made.cards for one in (card, *card.slices)]:
-        lock_file(device.uuid).unlink(missing_ok=True)
+    return made

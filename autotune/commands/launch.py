@@ -110,7 +110,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, print_line: Callable[[str],
     )
     if cluster is not None:
         cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with lock_gpus(found, who, print_line) if cluster is None else nullcontext():  # agents lock their own GPUs
+    with lock_gpus(found, who) if cluster is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(cluster)
     last = summary.attempts[-1]
     for line in explain_end(last.ended, training.job, training.ladder[last.rung].candidate):

@@ -140,7 +140,7 @@ def _run(
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus)
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     # agents of the nodes lock their own GPUs
-    gpus = lock_gpus(ours, who, observer.print_line) if setup.nodes is None else nullcontext()
+    gpus = lock_gpus(ours, who) if setup.nodes is None else nullcontext()
     with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started

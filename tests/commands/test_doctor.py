@@ -228,7 +228,7 @@ def test_gpus_that_are_hidden_from_cuda(driver: Driver, monkeypatch: pytest.Monk
 
 def test_a_gpu_that_another_study_holds(driver: Driver) -> None:
     driver.show(Card(RTX_3090, 24))
-    with lock_gpus(detect("cuda", None), "study other", print):
+    with lock_gpus(detect("cuda", None), "study other"):
         finding = by_name(doctor._gpus())["GPU 0"]
     assert finding.level == "warn"
     assert "held by autotune (study other, pid " in finding.found

@@ -149,7 +149,7 @@ class NodeAgent:
         self._machine.close()
         if self._hardware is None:
             self._hardware = Hardware.from_json(hardware)
-            self._kept.enter_context(lock_gpus(self._hardware, who, self._lines.append))
+            self._kept.enter_context(lock_gpus(self._hardware, who))
             self._meter = make_meter(self._hardware)
         self._machine.open(RankRequirements(**needs, interpreter=self._interpreter))
 
