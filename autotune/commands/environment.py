@@ -276,15 +276,15 @@ def named_nodes(
                 made.cluster.close()
 
 
-# Variables of launchers: a process's rank, the number of processes, and where rank 0 is.
-_LAUNCHERS = (
-    "PET_NODE_RANK PET_NNODES PET_MASTER_PORT PET_MASTER_ADDR",  # PyTorchJob, and Kubeflow's trainer
-    "PET_NODE_RANK PET_NNODES MASTER_PORT MASTER_ADDR",
-    "GROUP_RANK GROUP_WORLD_SIZE MASTER_PORT MASTER_ADDR",  # torchrun
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE MASTER_PORT MASTER_ADDR",  # mpirun
-    "SLURM_PROCID SLURM_STEP_NUM_TASKS MASTER_PORT MASTER_ADDR",  # srun
-    "RANK WORLD_SIZE MASTER_PORT MASTER_ADDR",
+# Variables of launchers: a process's rank and the number of processes, then where rank 0 is.
+_RANKS = (
+    ("PET_NODE_RANK", "PET_NNODES"),  # PyTorchJob, and Kubeflow's trainer
+    ("GROUP_RANK", "GROUP_WORLD_SIZE"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun
+    ("RANK", "WORLD_SIZE"),
 )
+_ADDRESSES = (("PET_MASTER_PORT", "PET_MASTER_ADDR"), ("MASTER_PORT", "MASTER_ADDR"))
 
 
 def launched_peers(environment: MutableMapping[str, str]) -> Peers | None:
@@ -292,12 +292,16 @@ def launched_peers(environment: MutableMapping[str, str]) -> Peers | None:
 
     Torchrun listens at the port itself, for its ranks. A variable that says so is removed, because trials are none.
     """
-    for names in map(str.split, _LAUNCHERS):
-        if environment.keys() >= set(names):
-            rank, size, port = (whole_number(environment[name], name) for name in names[:3])
-            port += environment.pop("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-            return Peers(rank, size, (environment[names[3]], port)) if size > 1 else None
-    return None
+    found = [next((pair for pair in pairs if environment.keys() >= {*pair}), ()) for pairs in (_RANKS, _ADDRESSES)]
+    if not all(found):
+        return None
+    (rank, size), (port, address) = found
+    number, count, at = (whole_number(environment[name], name) for name in (rank, size, port))
+    if count < 2:
+        return None
+    if environment.pop("TORCHELASTIC_USE_AGENT_STORE", "") == "True":
+        at += 1
+    return Peers(number, count, (environment[address], at))
 
 
 def refuse(request: Request, names: str, why: str) -> None:

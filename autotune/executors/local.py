@@ -32,7 +32,7 @@ from autotune.script.recorded import runs_user_code
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, classify_failure, suspected_limits
-from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
+from autotune.workers.gpu_memory import make_meter
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import IMPORT_SECONDS, Launcher
@@ -518,8 +518,6 @@ def measurement_of(
         torch_reserved_bytes=max_reported(results, "reserved_bytes"),
         nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
         overhead_bytes=max_reported(results, "overhead_bytes") or None,
-        sm_clock_mhz=clock_mhz(peaks),
-        clock_limits=clock_limits(peaks),
         alloc_retries=max_reported(results, "retries") or 0,
         host_peak_bytes=max_reported(results, "host_bytes"),
         pinned_bytes=max_reported(results, "pinned_bytes"),

@@ -120,8 +120,6 @@ class Measurement:
     mfu: float | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)
     overhead_bytes: int | None = None  # bytes of a GPU outside torch's allocator: context, NCCL, kernels
-    sm_clock_mhz: int | None = None  # MHz; median of the slowest GPU
-    clock_limits: list[str] = field(default_factory=list)  # reasons why a GPU ran below its clock
 
     def per_gpu(self, ranks: int) -> tuple[float, float]:
         """Return samples and tokens per second of one rank."""

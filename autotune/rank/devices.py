@@ -227,7 +227,8 @@ class CpuDevice(Device):
 
     def lift_cap(self) -> None:
         """Raise the limit of the data segment to the hard limit."""
-        resource.setrlimit(resource.RLIMIT_DATA, 2 * resource.getrlimit(resource.RLIMIT_DATA)[1:])
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def make_device(name: str, pid: int) -> Device:

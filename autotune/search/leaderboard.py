@@ -386,7 +386,7 @@ def allocated_bytes(measured: Measurement) -> int:
 
 
 def averaged(measurements: list[Measurement]) -> Measurement:
-    """Merge measurements of one candidate: mean speed, highest peak, lowest clock and all clock limits.
+    """Merge measurements of one candidate: mean speed and highest peak.
 
     The difference of the speeds is noise of the mean. Other values come from the latest measurement.
     """
@@ -401,8 +401,6 @@ def averaged(measurements: list[Measurement]) -> Measurement:
         tokens_per_second=latest.tokens_per_second * scale,
         peak_bytes=max(one.peak_bytes for one in measurements),
         alloc_retries=max(one.alloc_retries for one in measurements),
-        sm_clock_mhz=min((one.sm_clock_mhz for one in measurements if one.sm_clock_mhz), default=None),
-        clock_limits=list(dict.fromkeys(limit for one in measurements for limit in one.clock_limits)),
     )
 
 

@@ -7,16 +7,8 @@ from pathlib import Path
 
 import psutil
 
-# Names in /proc/self/mounts, without the prefix `fuse.`. SQLite's locks are not reliable on any of these: they are missing, slow,
-# or hold on one machine only (https://sqlite.org/faq.html#q5, https://sqlite.org/useovernet.html).
-_NETWORK_KINDS = frozenset(
-    {
-        *("nfs", "nfs4", "lustre", "beegfs", "gpfs", "panfs", "wekafs", "pvfs2", "orangefs", "afs", "coda", "quobyte"),
-        *("ceph", "ceph-fuse", "glusterfs", "moosefs", "mfs", "lizardfs", "juicefs", "JuiceFS", "cvmfs"),
-        *("cifs", "smb", "smb2", "smb3", "smbfs", "smbnetfs", "davfs", "9p", "virtiofs", "vboxsf", "prl_fs", "vmhgfs"),
-        *("sshfs", "vmhgfs-fuse", "rclone", "s3fs", "goofys", "mountpoint-s3", "gcsfuse", "blobfuse", "blobfuse2"),
-    }
-)
+# Kinds of this machine alone that have no block device, without the prefix `fuse.`.
+_LOCAL = ("tmpfs", "ramfs", "overlay", "aufs", "zfs", "fuse-overlayfs", "mergerfs", "gocryptfs", "ecryptfs", "unknown")
 
 
 @dataclass(frozen=True)
@@ -28,8 +20,12 @@ class FileSystem:
 
     @property
     def on_network(self) -> bool:
-        """True if several machines, or a host and its guests, may write to it."""
-        return self.kind.removeprefix("fuse.") in _NETWORK_KINDS
+        """True if several machines, or a host and its guests, may write to it: the kernel has no block device for it.
+
+        SQLite's locks are not reliable there: missing, slow, or of one machine only (https://sqlite.org/faq.html#q5).
+        """
+        kinds = Path("/proc/filesystems").read_text(encoding="utf-8").splitlines()
+        return f"\t{self.kind}" not in kinds and self.kind.removeprefix("fuse.") not in _LOCAL
 
     def __str__(self) -> str:
         return f"{self.kind}, mounted at {self.mounted_at}"

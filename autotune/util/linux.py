@@ -73,7 +73,9 @@ def _growth_bytes(total_bytes: int) -> int:
             # the folder's number of links changes with its blocks
             plugged = _plugged_bytes(_MEMORY_BLOCKS, os.stat(_MEMORY_BLOCKS).st_nlink)
     growth = int(plugged * (1 - _PAGE_TABLE_SHARE)) - total_bytes
-    return growth * (growth > _LEAST_GROWTH * plugged)
+    if growth <= _LEAST_GROWTH * plugged:
+        return 0
+    return growth
 
 
 @functools.lru_cache(maxsize=4)

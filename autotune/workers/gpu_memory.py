@@ -1,4 +1,4 @@
-"""NVML sampling of a group's GPUs: memory by owner, clocks, and failures.
+"""NVML sampling of a group's GPUs: memory by owner, and failures.
 
 Growth of a device since before the launch belongs to the ranks, except for the growth of other processes. If NVML shows
 the ranks' processes, the owners are known. In a container that hides them, the ranks' own figures decide
@@ -28,7 +28,6 @@ A peak reaches the database in these steps:
 
 from __future__ import annotations
 
-import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,18 +46,6 @@ HIDDEN_FOREIGN_BYTES = GIB  # threshold if pids are hidden, because the figure i
 _IDLE_BYTES = 64 * MIB  # a device may keep this much for the driver's bookkeeping after a group
 _HOLDERS_SECONDS = 1.0  # interval of process lists, each of which costs 1-10 ms per device under a driver lock
 
-# NVML's clocks event reasons (nvml.h), without idleness.
-CLOCK_LIMITS = {
-    0x002: "application clocks",
-    0x004: "power cap",
-    0x008: "hardware slowdown",
-    0x010: "sync boost",
-    0x020: "temperature (driver)",
-    0x040: "temperature (hardware)",
-    0x080: "power brake",
-    0x100: "display clocks",
-}
-
 
 @dataclass
 class _GpuState:
@@ -67,7 +54,7 @@ class _GpuState:
     uuid: str
     label: str
     handle: Any
-    clock_handle: Any  # handle of the card if the device is a MIG slice
+    card: Any  # handle of the card if the device is a MIG slice
     free_at_first: int  # when the study began, like the capacity
     free_before: int  # when the current group was launched
     free: int  # at the last sample
@@ -102,12 +89,12 @@ class NvmlMeter(Meter):
         with nvml_errors(label):
             handle = lib.nvmlDeviceGetHandleByUUID(uuid)
             try:
-                clock_handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+                card = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             except lib.NVMLError:  # a whole card
-                clock_handle = handle
+                card = handle
             free, held = memory(lib, handle)[1], holders(lib, handle)
             unified = own_memory(lib, handle) is None
-            return _GpuState(uuid, label, handle, clock_handle, free, free, free, held, held, held, unified)
+            return _GpuState(uuid, label, handle, card, free, free, free, held, held, held, unified)
 
     # -- before a group ----------------------------------------------------------------------------------------------
 
@@ -184,7 +171,7 @@ class NvmlMeter(Meter):
         """Return True if a GPU reads or writes its memory. Kernels that compute do; NCCL's that wait do not."""
         for gpu in self._gpus:
             with suppress(self._lib.NVMLError):  # not available for a MIG slice
-                if self._lib.nvmlDeviceGetUtilizationRates(gpu.clock_handle).memory > 0:
+                if self._lib.nvmlDeviceGetUtilizationRates(gpu.card).memory > 0:
                     return True
         return False
 
@@ -209,15 +196,6 @@ class NvmlMeter(Meter):
             who = _growth(others if gpu.shown else gpu.held_before, gpu.held_at_first)
             peaks.foreign = foreign
             peaks.neighbours = f"{holders_text(who) or HIDDEN} on {gpu.label}"
-        self._sample_clock(gpu, peaks)
-
-    def _sample_clock(self, gpu: _GpuState, peaks: MemoryPeaks) -> None:
-        lib = self._lib
-        with suppress(lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
-            mhz = int(lib.nvmlDeviceGetClockInfo(gpu.clock_handle, lib.NVML_CLOCK_SM))
-            peaks.clocks.setdefault(gpu.label, []).append(mhz)
-            # its name before R535, which all drivers and bindings know
-            peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
 
     # -- after a group -----------------------------------------------------------------------------------------------
 
@@ -238,16 +216,6 @@ class NvmlMeter(Meter):
                     f"{gpu.label} has {format_bytes(missing)} less free than before its ranks were launched: {who}"
                 )
         return lines
-
-
-def clock_mhz(peaks: MemoryPeaks) -> int | None:
-    """Return the median clock of the slowest GPU since the last reset, or None if NVML does not report clocks."""
-    return min((int(statistics.median(clocks)) for clocks in peaks.clocks.values()), default=None)
-
-
-def clock_limits(peaks: MemoryPeaks) -> list[str]:
-    """Return the reasons that limited a GPU's clock since the last reset."""
-    return [name for bit, name in CLOCK_LIMITS.items() if peaks.clock_reasons & bit]
 
 
 def make_meter(hardware: Hardware) -> Meter:

@@ -18,8 +18,6 @@ class MemoryPeaks:
     foreign: int = 0  # growth of other processes on a device since the study began
     neighbours: str = ""  # description of these processes for people
     lost: str = ""  # description of a GPU that is gone
-    clocks: dict[str, list[int]] = field(default_factory=dict)  # GPU -> samples in MHz
-    clock_reasons: int = 0  # union of NVML's reason bits
     host_low: int = 2**62  # least main memory available to this process and its ranks
     oom_kills: int = 0  # kernel's OOM kills since the group started
 
@@ -34,16 +32,13 @@ def merged(parts: list[MemoryPeaks]) -> MemoryPeaks:
     if len(parts) == 1:
         return parts[0]
     whole = MemoryPeaks()
-    for number, part in enumerate(parts):
+    for part in parts:
         before = len(whole.used)
         whole.grown |= {before + rank: bytes_ for rank, bytes_ in part.grown.items()}
         whole.used += part.used
         if part.foreign > whole.foreign:
             whole.foreign, whole.neighbours = part.foreign, part.neighbours
         whole.lost = whole.lost or part.lost
-        # each machine has a GPU 0
-        whole.clocks |= {f"machine {number}, {gpu}": samples for gpu, samples in part.clocks.items()}
-        whole.clock_reasons |= part.clock_reasons
         whole.host_low = min(whole.host_low, part.host_low)
         whole.oom_kills += part.oom_kills
     return whole

@@ -42,7 +42,6 @@ def as_row(outcome: Outcome) -> Row:
         "± s": found.step_seconds_spread,
         "samples/s": found.samples_per_second,
         "MFU": found.mfu,
-        "SM MHz": found.sm_clock_mhz,
     }
     return row | {"whole": outcome.to_json()}
 

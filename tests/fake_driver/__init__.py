@@ -72,8 +72,6 @@ class Card(Slice):
     uuid: str = field(default_factory=lambda: new_uuid("GPU"))
     reserved_mib: int = 320
     capability: tuple[int, int] = (8, 6)
-    clock_mhz: int = 1900
-    reasons: int = 0  # why the clock is lower than it could be: NVML's bits
     utilization: int = 0
     affinity: int = 0xFF
     nvlink: str = "switch"  # cards of the same name are joined; empty: none
@@ -85,8 +83,6 @@ class Card(Slice):
         return [
             *super().lines(),
             f"capability {self.capability[0]} {self.capability[1]}",
-            f"clock_mhz {self.clock_mhz}",
-            f"reasons {self.reasons:x}",
             f"utilization {self.utilization}",
             f"affinity {self.affinity:x}",
             f"nvlink {self.nvlink}",

@@ -25,8 +25,8 @@ typedef struct {
 typedef struct {
     int parent; /* -1: a card of its own, else the index of the card that this MIG slice is of */
     char uuid[TEXT], name[TEXT], bus[32], nvlink[TEXT];
-    unsigned long long total_mib, reserved_mib, hidden_mib, affinity, reasons;
-    unsigned clock_mhz, utilization, mig;
+    unsigned long long total_mib, reserved_mib, hidden_mib, affinity;
+    unsigned utilization, mig;
     int major, minor, error, processes;
     Process process[MOST_PROCESSES];
 } Device;
@@ -71,8 +71,6 @@ static void read_line(Machine *m, const char *line) {
     else if (begins(line, "reserved_mib", &rest)) d->reserved_mib = strtoull(rest, NULL, 10);
     else if (begins(line, "hidden_mib", &rest)) d->hidden_mib = strtoull(rest, NULL, 10);
     else if (begins(line, "affinity", &rest)) d->affinity = strtoull(rest, NULL, 16);
-    else if (begins(line, "reasons", &rest)) d->reasons = strtoull(rest, NULL, 16);
-    else if (begins(line, "clock_mhz", &rest)) d->clock_mhz = atoi(rest);
     else if (begins(line, "utilization", &rest)) d->utilization = atoi(rest);
     else if (begins(line, "mig", &rest)) d->mig = atoi(rest);
     else if (begins(line, "capability", &rest)) sscanf(rest, "%d %d", &d->major, &d->minor);
@@ -261,29 +259,6 @@ int nvmlDeviceGetUtilizationRates(void *handle, unsigned rates[2]) {
     if (d->parent >= 0) return NOT_SUPPORTED;
     rates[0] = d->utilization;
     rates[1] = d->utilization / 2;
-    return SUCCESS;
-}
-
-int nvmlDeviceGetClockInfo(void *handle, unsigned type, unsigned *mhz) {
-    (void)type;
-    OPEN;
-    if (d->parent >= 0) return NOT_SUPPORTED;
-    *mhz = d->clock_mhz;
-    return SUCCESS;
-}
-
-int nvmlDeviceGetCurrentClocksEventReasons(void *handle, unsigned long long *reasons) {
-    OPEN;
-    if (d->parent >= 0) return NOT_SUPPORTED;
-    *reasons = d->reasons;
-    return SUCCESS;
-}
-
-/* Its name before R535. */
-int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *reasons) {
-    OPEN;
-    if (d->parent >= 0) return NOT_SUPPORTED;
-    *reasons = d->reasons;
     return SUCCESS;
 }
 

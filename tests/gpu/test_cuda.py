@@ -42,7 +42,6 @@ def test_every_stage_and_the_gauge_agrees_with_torch(tmp_path: Path, stage: int)
     assert measured.overhead_bytes is not None
     assert 0 < measured.overhead_bytes < 3 * GIB
     assert measured.peak_bytes >= measured.torch_reserved_bytes + measured.overhead_bytes
-    assert measured.sm_clock_mhz is None or measured.sm_clock_mhz > 100
     assert measured.mfu is None or 0 < measured.mfu < 1
     assert executor.meter.unreleased_memory_warnings() == [], "the device's memory is back before the next trial"
 

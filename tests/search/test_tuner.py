@@ -24,7 +24,7 @@ from autotune.problem.space import Domain
 from autotune.rank.step_statistics import OVERRUN
 from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, SpeedRatio, averaged
+from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, SpeedRatio
 from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
@@ -747,17 +747,6 @@ def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choo
     turns = [r.outcome.measurement for r in store.records() if r.role == VERIFY and r.candidate == first and r.outcome]
     assert len(turns) == 2
     assert result.verified
-
-
-def test_turns_keep_the_lowest_clock_and_all_that_limited_one() -> None:
-    def turn(mhz: int | None, *limits: str) -> Measurement:
-        return Measurement(1.0, 0.1, 9, 1.0, 1.0, GIB, sm_clock_mhz=mhz, clock_limits=list(limits))
-
-    of_all = averaged([turn(1200, "power cap"), turn(None), turn(1900, "sync boost", "power cap")])
-    assert (of_all.sm_clock_mhz, of_all.clock_limits) == (1200, ["power cap", "sync boost"])
-    assert averaged([turn(None), dataclasses.replace(turn(None), step_seconds=1.4)]).step_seconds_spread > 0.4
-    none = averaged([turn(None), turn(None)])
-    assert (none.sm_clock_mhz, none.clock_limits) == (None, [])
 
 
 def of_peak(leaderboard: Board, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:

@@ -12,7 +12,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.nvml import GpuError, GpuLost
 from autotune.util.units import GIB
 from autotune.workers import gpu_memory as gpu_meter
-from autotune.workers.gpu_memory import NvmlMeter, attribute_hidden_usage, clock_limits, clock_mhz, make_meter
+from autotune.workers.gpu_memory import NvmlMeter, attribute_hidden_usage, make_meter
 from autotune.workers.memory_monitor import CpuMeter
 from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NO_PROCESS, NOT_SUPPORTED, Card, Driver, Slice
@@ -226,36 +226,6 @@ def test_a_slice(driver: Driver) -> None:
     driver.write()
     peaks = sampled(meter, RANK)
     assert (peaks.used, peaks.foreign) == ([3 * GIB], 0)
-    assert clock_mhz(peaks) == 1900, "the card's"
-
-
-# -- clocks --------------------------------------------------------------------------------------------------------------
-
-
-def test_clocks_and_what_limits_them(driver: Driver, card: Card) -> None:
-    meter = begun(driver)
-    peaks = MemoryPeaks(used=[0])
-    for mhz, reasons in ((1900, 0), (1890, 0x1), (1500, 0x4), (1510, 0x24), (1500, 0x20)):
-        change(driver, card, clock_mhz=mhz, reasons=reasons)
-        meter.sample([RANK], peaks)
-    assert clock_mhz(peaks) == 1510
-    assert clock_limits(peaks) == ["power cap", "temperature (driver)"]
-    assert (clock_mhz(MemoryPeaks()), clock_limits(MemoryPeaks())) == (None, [])
-
-
-@pytest.mark.parametrize(
-    ("missing", "mhz", "limits"),
-    [(["nvmlDeviceGetClockInfo"], None, []), (["nvmlDeviceGetCurrentClocksThrottleReasons"], 1900, [])],
-)
-def test_a_driver_that_tells_less_of_clocks(
-    driver: Driver, card: Card, missing: list[str], mhz: int | None, limits: list[str]
-) -> None:
-    driver.failing = dict.fromkeys(missing, FUNCTION_NOT_FOUND)
-    change(driver, card, reasons=4)
-    meter = begun(driver)
-    change(driver, card, processes={RANK: 1024})
-    peaks = sampled(meter, RANK)
-    assert (peaks.used, clock_mhz(peaks), clock_limits(peaks), peaks.lost) == ([GIB], mhz, limits, "")
 
 
 # -- drivers that fail ---------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ def study_page(report: StudyReport) -> str:
             report=report,
             title=f"{report.study}: {report.model}",
             speed=figures.speed_against_memory(report),
-            no_speed=figures.why_no_speed(report),
             data=as_data(study_data(report)),
         )
     )
