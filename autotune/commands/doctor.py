@@ -41,7 +41,7 @@ from autotune.rank.sandbox import Protection
 from autotune.util.file_systems import file_system_of
 from autotune.util.interpreter import APART, OWN, Interpreter
 from autotune.util.units import GIB, MIB, format_bytes
-from autotune.versions import complaint, dotted, newer, release
+from autotune.versions import dotted, newer, release
 from autotune.workers.gpu_locks import lock_holder
 from autotune.workers.host_workers import LivenessCheck
 from autotune.workers.launchers import MARK, trial_environment
@@ -253,10 +253,6 @@ def cuda_home():
     from torch.utils.cpp_extension import CUDA_HOME
     return CUDA_HOME
 attempt("cuda_home", cuda_home, "looking for the CUDA toolkit")
-def packaged():
-    import glob, nvidia
-    return [folder for one in nvidia.__path__ for folder in sorted(glob.glob(one + "/*/include"))]
-attempt("packaged", packaged, "looking for CUDA headers in packages")
 def versions():
     import deepspeed
     return {"deepspeed": deepspeed.__version__}
@@ -289,13 +285,13 @@ if out.get("torch", {}).get("available"):  # last, because a context holds memor
     attempt("context", context, "starting CUDA")
 print("FACTS" + json.dumps(out))
 """
-# DeepSpeed's CUDA ops include torch's ATen/cuda/CUDAContext.h, which includes the first three.
-_HEADERS = ("cusparse.h", "cusolverDn.h", "cublas_v2.h", "cuda_runtime_api.h")
-_HEADER_PATHS = ("CPATH", "CPLUS_INCLUDE_PATH")  # gcc searches these, too
-_OPS = {  # the consequence if the op is missing
-    "CPUAdamBuilder": "optimizer offload to the CPU cannot be tried",
-    "AsyncIOBuilder": "nvme offload cannot be tried",
-    "FusedAdamBuilder": "--optimizer fused_adam cannot be tried",
+_OPS = {  # the consequence if the op is missing, and the fix
+    "CPUAdamBuilder": ("optimizer offload to the CPU cannot be tried", "pip install ninja, and install a C++ compiler"),
+    "AsyncIOBuilder": ("nvme offload cannot be tried", "apt install libaio-dev"),
+    "FusedAdamBuilder": (
+        "--optimizer fused_adam cannot be tried",
+        "set CUDA_HOME to a complete toolkit (`ls -d /usr/local/cuda*`), or install its missing packages",
+    ),
 }
 
 
@@ -397,35 +393,6 @@ def _known_faults(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
         yield Finding("warn", what, "; ".join(named), cost, fix)
 
 
-def judge_toolkit(facts: dict[str, Any]) -> Finding:
-    """Check the CUDA_HOME that torch uses for builds, and report its missing files.
-
-    Args:
-        facts: `cuda_home` as torch finds it (None: not found), and `packaged`, the folders of headers in NVIDIA's Python
-            packages.
-    """
-    what, cost = "CUDA toolkit", "ops for GPUs cannot be built: no --optimizer fused_adam"
-    if not (home := facts.get("cuda_home")):
-        fix = "install CUDA's toolkit, or set CUDA_HOME to the folder whose bin/ has nvcc"
-        return Finding("warn", what, "torch finds no CUDA_HOME, nvcc or /usr/local/cuda", cost, fix)
-    set_by = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), "")
-    if not set_by and (nvcc := shutil.which("nvcc")) and Path(nvcc).parents[1] == Path(home):
-        set_by = nvcc
-    found = f"torch takes CUDA_HOME={home}" + (f" from {set_by}" if set_by else "")
-    paths = [f"{home}/include", *(one for name in _HEADER_PATHS for one in os.environ.get(name, "").split(":") if one)]
-    missing = [] if Path(home, "bin/nvcc").exists() else ["bin/nvcc"]
-    missing += [f"include/{one}" for one in _HEADERS if not any(Path(folder, one).exists() for folder in paths)]
-    if not missing:
-        return Finding("good", what, found)
-    found += f", which lacks {', '.join(missing)}"
-    wanted = [Path(one).name for one in missing if one.startswith("include/")]
-    packaged = [one for one in facts.get("packaged", ()) if all(Path(one, name).exists() for name in wanted)]
-    if wanted == [Path(one).name for one in missing] and packaged:
-        return Finding("warn", what, found, cost, f"export CPATH={packaged[0]}")
-    fix = "set CUDA_HOME to a complete toolkit (`ls -d /usr/local/cuda*`), or install its missing packages"
-    return Finding("warn", what, found, cost, fix)
-
-
 def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     """Yield findings from the facts that the examination reported."""
     errors = facts["errors"]
@@ -443,22 +410,20 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         yield Finding("bad", "torch", f"{torch['version']}, {build}, {seen}", "no GPU can be tuned", fix)
     else:
         yield Finding("good", "torch", f"{torch['version']}" + (f", CUDA {torch['cuda']}" if torch["cuda"] else ""))
-    cuda_is_complete = True
     if device == "cuda":
-        if nccl := torch["nccl"]:
-            yield Finding("good", "NCCL", ".".join(map(str, nccl)))
+        if torch["nccl"]:
+            yield Finding("good", "NCCL", ".".join(map(str, torch["nccl"])))
+        if home := facts.get("cuda_home"):
+            yield Finding("good", "CUDA toolkit", f"torch takes CUDA_HOME={home}")
         else:
-            yield Finding("bad", "NCCL", "missing", "no training on GPUs", "install torch's CUDA build")
-        toolkit = judge_toolkit(facts)
-        yield toolkit
-        cuda_is_complete = toolkit.level == "good"
+            cost = "ops for GPUs cannot be built: no --optimizer fused_adam"
+            fix = "install CUDA's toolkit, or set CUDA_HOME to the folder whose bin/ has nvcc"
+            yield Finding("warn", "CUDA toolkit", "torch finds no CUDA_HOME, nvcc or /usr/local/cuda", cost, fix)
     if "versions" in facts:
         versions = facts["versions"]
-        found, tried = ", ".join(f"{k} {v}" for k, v in versions.items()), {**versions, "torch": torch["version"]}
-        if too_old := complaint(tried):
-            fix = "upgrade them with pip install -U, or use another environment"
-            yield Finding("bad", "libraries", found, too_old, fix)
-        elif unknown := newer(tried):
+        found = ", ".join(f"{k} {v}" for k, v in versions.items())
+        unknown = newer({**versions, "torch": torch["version"]})
+        if unknown:
             cost = f"{'; '.join(unknown)}: predictions are less certain"
             yield Finding("warn", "libraries", found, cost, "look for a newer autotune")
         else:
@@ -469,16 +434,10 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     if "transformers" in errors:
         cost = "--model cannot be tuned; scripts without transformers can"
         yield Finding("warn", "transformers", errors["transformers"], cost, "install transformers")
-    for op, cost in _OPS.items():
+    for op, (cost, fix) in _OPS.items():
         name = f"DeepSpeed op {op.removesuffix('Builder')}"
         if op in facts:
             yield Finding("good", name, "built")
         else:
-            if op == "AsyncIOBuilder":
-                fix = "apt install libaio-dev"
-            elif op == "FusedAdamBuilder" and not cuda_is_complete:
-                fix = "see CUDA toolkit above"
-            else:
-                fix = "pip install ninja, and install a C++ compiler"
             found = f"cannot be built: {errors.get(op, 'unknown')}"
             yield Finding("warn", name, found, cost, f"{fix}, then call doctor again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ZERO_DEFAULTS
-from autotune.problem.hardware import usable_cpus
-from autotune.problem.host_memory import host_available_bytes
 from autotune.rank.versions import deepspeed_release, takes_states_in_dicts
 from autotune.util.interpreter import module_command
 
@@ -36,7 +33,6 @@ _MODEL_STATES = "mp_rank_00_model_states.pt"
 _LOOK_SECONDS = 1.0  # poll interval of ranks that wait for the first rank
 _DONE = itertools.count()  # numbers the tasks of the first rank; all ranks count alike
 _WELL = "done"
-_MOST_WORKERS = 16  # more processes slow each other down at one disk
 
 
 def layout(config: dict[str, Any]) -> tuple[object, ...]:
@@ -230,7 +226,7 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
     shutil.rmtree(universal, ignore_errors=True)  # left by a launch that was killed during a conversion
     universal.parent.mkdir(parents=True, exist_ok=True)
     folders = ("--input_folder", str(folder), "--output_folder", str(universal))
-    command = module_command(sys.executable, "deepspeed.checkpoint.ds_to_universal", *folders, *_workers(folder))
+    command = module_command(sys.executable, "deepspeed.checkpoint.ds_to_universal", *folders)
     flat = (folder / _MODEL_STATES).exists()
     if flat:  # the converter expects fields that Megatron-DeepSpeed adds to its checkpoints
         command.append("--inject_missing_state")
@@ -244,22 +240,6 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         _name_for_stage3(universal, ranks)
         if not takes_states_in_dicts():
             _bare_states(universal)
-
-
-def _workers(folder: Path) -> list[str]:
-    """Return the converter's options for its numbers of processes, limited by CPUs and free memory.
-
-    An extracting process holds a whole file of optimizer states and a copy of its largest slice. A merging process
-    holds a parameter three times in 32 bits.
-    """
-    # half: ranks grow during the conversion
-    most, free = min(usable_cpus(), _MOST_WORKERS), host_available_bytes() // 2
-    files = [file.stat().st_size for file in folder.glob("*optim_states.pt")]
-    shapes = model_states(folder).get("param_shapes") or []
-    parameters = [math.prod(shape) for group in shapes for shape in group.values()]
-    extract = min(most, len(files), free // (2 * max(files, default=1)))
-    merge = min(most, len(parameters), free // (3 * 4 * max(parameters, default=1)))
-    return ["--num_extract_workers", str(max(1, extract)), "--num_merge_workers", str(max(1, merge))]
 
 
 def _name_for_stage3(universal: Path, ranks: int) -> None:
@@ -319,9 +299,8 @@ def _load_buffers(module: Any, folder: Path) -> None:
 # A power cut, a full disk or a lost write of a file server leaves files that are truncated, empty or all zeros. Without
 # a check, this is noticed only at the load.
 
-# ZeRO files owned by one rank; files of experts belong to a group. `pp` counts data parallel ranks, `mp` tensor
-# parallel ones.
-_OWN = re.compile(r"(?<!ex)pp_rank_(\d+)_mp_rank_(?P<mp>\d+).*_(?P<what>model|optim)_states\.pt")
+# ZeRO files owned by one rank (`pp` counts data parallel ones); files of experts belong to a group.
+_OWN = re.compile(r"(?<!ex)pp_rank_(\d+)_.*_(model|optim)_states\.pt")
 _SHARDS_STATES = "*_states.pt"
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"  # written by torch since 1.6; older files have no end mark
 _TAIL_BYTES = 1024  # torch writes no comment after the mark, other writers a short one
@@ -379,23 +358,12 @@ def is_damaged(folder: Path, part: CheckpointShare) -> bool:
 
 
 def lacks_own_files(folder: Path, part: CheckpointShare) -> bool:
-    """Return True if other ranks have own files in the tag's folder and this rank has none.
-
-    Nothing is missing if the first ranks have files as equal groups would, as with MiCS. Tensor parallel ranks (AutoTP)
-    are counted separately.
-    """
-    for what in ("model", "optim"):
-        found = [
-            match for file in folder.glob(_SHARDS_STATES) if (match := _OWN.search(file.name)) and match["what"] == what
-        ]
-        side = 1 + max((int(match["mp"]) for match in found), default=0)
-        mine, place = divmod(part.rank, side)
-        owners = {int(match[1]) for match in found if int(match["mp"]) == place}
-        count = len(owners)
-        in_groups = count > 1 and owners == set(range(count)) and part.world // side % count == 0
-        if found and mine not in owners and not in_groups:
-            return True
-    return False
+    """Return True if other ranks have own files in the tag's folder and this rank has none."""
+    owners: dict[str, set[int]] = {}
+    for file in folder.glob(_SHARDS_STATES):
+        if match := _OWN.search(file.name):
+            owners.setdefault(match[2], set()).add(int(match[1]))
+    return any(part.rank not in ranks for ranks in owners.values())
 
 
 @dataclass(frozen=True)

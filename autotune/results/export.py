@@ -190,57 +190,38 @@ def fsdp_config(candidate: Candidate, job: Job, device: str = "cuda", nodes: int
     return _accelerate(training, job, device, nodes)
 
 
-def fsdp_notes(candidate: Candidate, job: Job, device: str = "cuda") -> list[str]:
+def fsdp_notes(candidate: Candidate, job: Job) -> list[str]:
     """List the differences between FSDP2 under `fsdp_config` and the measured DeepSpeed training, one per line."""
-    sharded, low = candidate.stage > 0, job.precision != "fp32" and not job.plain
-    steps = f"micro-batch {candidate.micro_batch}, accumulation {candidate.accumulation} and clipping are your training's to set"
-    lines = ["it was measured under DeepSpeed: expect another speed and peak, and compare losses", steps]
+    optimizer = job.own_optimizer.get("type", job.optimizer)
+    lines = [
+        "it was measured under DeepSpeed: expect another speed and peak, and compare losses",
+        "accelerate 1.6 or newer reads it; an older one ignores fsdp_version and trains with FSDP1",
+        f"micro-batch {candidate.micro_batch}, accumulation {candidate.accumulation}, clipping, the optimizer ({optimizer}) and "
+        "its schedule are your training's to set",
+    ]
     if candidate.stage in (1, 2):
         lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
-    if sharded:
-        lines.append("accelerate 1.6 or newer reads it; an older one ignores fsdp_version and trains with FSDP1")
-    if device == "cpu" and sharded:
-        lines.append("accelerate 1.15 trains with DDP on CPU ranks, whatever its FSDP section says")
-    if sharded and job.ranks > 1 and may_skip_parameters(job):
+    if job.plain:
+        lines.append(f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters")
+    elif job.precision != "fp32":
+        lines.append(
+            f"train fp32 weights under torch.autocast (FSDP2 casts them itself); DeepSpeed has {job.precision} throughout"
+        )
+    if candidate.checkpointing and candidate.stage:
+        lines.append("remove gradient_checkpointing from Trainer's arguments, which refuses both")
+    elif candidate.checkpointing:
+        lines.append(f"activation checkpointing: {_MEASURED_WITH}")
+    if candidate.stage and job.ranks > 1 and may_skip_parameters(job):
         call = "model.set_reduce_scatter_unused_params(True) after accelerate's prepare"
         lines.append(
             f"ranks that use different parameters, like experts in modules of their own, hang FSDP2 without {call}"
         )
-    if sharded and (lora := job_with_candidate(job, candidate).lora) is not None and lora.quantize:
-        lines.append("4-bit weights stay whole on each rank, unless bnb_4bit_quant_storage is a 16-bit type")
-    if candidate.offloaded:
-        lines.append("FSDP offloads weights, gradients and states together, and steps on the CPU; it has no NVMe")
-    if low:
-        kept = (
-            "accelerate keeps trained weights in fp32, like DeepSpeed's masters"
-            if sharded
-            else "load trained weights in fp32"
-        )
-        lines.append(f"{kept}; it computes under torch.autocast, and DeepSpeed in {job.precision} throughout")
-        lines.append(f"gradients are reduced in {job.precision if sharded else 'fp32'}, and the states are fp32")
-        if job.precision == "fp16":
-            lines.append("accelerate's loss scale starts at 65536 and skips steps by its own rule, not DeepSpeed's")
-    elif job.plain:
-        lines.append(
-            f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters"
-        )
-    if candidate.checkpointing:
-        own = (
-            "remove gradient_checkpointing from Trainer's arguments, which refuses both" if sharded else _MEASURED_WITH
-        )
-        lines.append(f"activation checkpointing: {own}")
-    left = [
-        describe({name: value})
+    left = {
+        name: value
         for name, value in candidate.knobs
         if name not in _FSDP_HAS and not is_off(name, value, job.precision)
-    ]
-    if left and sharded:
-        lines.append(f"without a counterpart: {', '.join(left)}")
-    optimizer = str(job.own_optimizer.get("type", job.optimizer))
-    return [
-        *lines,
-        f"the optimizer ({optimizer}) and its schedule have to be made in the code or by Trainer's arguments",
-    ]
+    }
+    return [*lines, *([f"without a counterpart: {describe(left)}"] if left and candidate.stage else [])]
 
 
 # -- needs -------------------------------------------------------------------------------------------------------------
@@ -465,7 +446,7 @@ def write_export(
     elif style == "hf":
         write_atomically(out, _config_json(training_arguments(candidate, job, device)))
     elif style == "fsdp":
-        notes = [*needs_of_model(candidate, job), *fsdp_notes(candidate, job, device)]
+        notes = [*needs_of_model(candidate, job), *fsdp_notes(candidate, job)]
         started = _started_with(meta_data.get("environment", {}))
         meta_data = {**meta_data, "your_training_must": [started, *notes]}
         text = yaml.safe_dump(fsdp_config(candidate, job, device, nodes), sort_keys=False)

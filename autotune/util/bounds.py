@@ -12,11 +12,8 @@ import io
 import json
 import math
 import os
-import select
 import stat
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,6 @@ MOST = 2**63 - 1  # the largest integer of DeepSpeed and torch; "no limit" in a 
 MOST_RANKS = 65_536  # of one training
 MOST_TEXT = 65_536  # characters of one text
 MOST_BYTES = 64 * 2**20  # of a text file
-PIPE_SECONDS = 60.0  # for the writers of a pipe
-_READ_BYTES = 2**20  # at a time
 _MOST_DEPTH = 200
 _SHOWN = 60  # characters of a value in a message
 
@@ -119,7 +114,7 @@ def leaves(data: Any, path: Sequence[str] = ()) -> Iterator[tuple[Sequence[str],
 def read_text(path: Path, what: str, expected: str) -> str:
     """Return a file's text, which is UTF-8 with or without a byte order mark.
 
-    A pipe, such as `<(command)` of a shell, is read until its writers close it, for at most PIPE_SECONDS.
+    A pipe, such as `<(command)` of a shell, is read until its writers close it.
 
     Args:
         what: name of the file in the message, like `--lengths FILE`.
@@ -145,28 +140,19 @@ def read_text(path: Path, what: str, expected: str) -> str:
 def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES, *, stored: bool = False) -> bytes:
     """Return what a file holds, or one byte more than `most_bytes` of a longer one: a device may have no end.
 
+    A pipe without a writer is empty.
+
     Args:
         stored: an earlier call wrote it, so a pipe or a device in its place is an error.
 
     Raises:
-        OSError: the file cannot be read, or the writers of a pipe have not closed it within PIPE_SECONDS.
+        OSError: the file cannot be read.
     """
-    data, until, poll = bytearray(), time.monotonic() + PIPE_SECONDS, select.poll()
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
-        if stored and not stat.S_ISREG(os.fstat(opened).st_mode):
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
+        if stored and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        poll.register(opened, select.POLLIN)
-        while len(data) <= most_bytes:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise TimeoutError(errno.ETIMEDOUT, f"nothing more was written to it within {PIPE_SECONDS:.0f} s")
-            with suppress(BlockingIOError):
-                if not (read := os.read(opened, min(_READ_BYTES, most_bytes + 1 - len(data)))):
-                    break
-                data += read
-    finally:
-        os.close(opened)
-    return bytes(data)
+        os.set_blocking(file.fileno(), True)
+        return file.read(most_bytes + 1)
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:

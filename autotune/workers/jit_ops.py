@@ -11,7 +11,6 @@ import platform
 import re
 import shutil
 import signal
-import struct
 import sys
 import threading
 import time
@@ -62,7 +61,7 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None, *
             if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(False)):
                 continue
             library = folder / builder.name / f"{builder.name}.so"
-            if not build and not _is_prebuilt(builder.name) and not is_complete(library):
+            if not build and not _is_prebuilt(builder.name) and not library.exists():
                 failed[name] = NOT_BUILT
                 continue
             built = _load(name, builder, folder, report, build=build)
@@ -166,12 +165,9 @@ def hold_build_lock(
         # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
         # nothing: locks may not work between machines that share a home.
         killed = descriptor is not None and mark in ("", boot_id())
-        alone = descriptor is not None and mark in (None, "", boot_id())
         if killed:
             _end_left(folder)
         _remove_stale_locks(folder, wait, killed=killed)
-        for place in _op_folders(folder):
-            remove_incomplete(place, 0.0 if alone else IDLE_SECONDS)
         with suppress(OSError):
             building.write_text(boot_id(), encoding="utf-8")
         link_without_space(folder)
@@ -348,46 +344,8 @@ def is_built(builder: str, folder: Path) -> bool:
     """Return True if this builder's op (`CPUAdamBuilder`) seems built in the folder, as far as detectable without torch."""
     with suppress(OSError):
         op = (folder / f"{builder}.op").read_text(encoding="utf-8")
-        return is_complete(folder / op / f"{op}.so")
+        return (folder / op / f"{op}.so").exists()
     return False
-
-
-def is_complete(library: Path) -> bool:
-    """Return True if a library exists and was not truncated by a power cut."""
-    with suppress(OSError):
-        return not _is_incomplete(library)
-    return False
-
-
-def remove_incomplete(place: Path, still_seconds: float = 0.0) -> None:
-    """Remove compiled files that a power cut truncated, because ninja checks only times and would keep them.
-
-    Args:
-        still_seconds: minimum age of a file's last write, if other processes may be building.
-    """
-    for pattern in ("*.o", "*.so"):
-        for path in place.glob(pattern):
-            with suppress(OSError):
-                if _is_incomplete(path) and time.time() - path.stat().st_mtime >= still_seconds:
-                    path.unlink()
-
-
-def _is_incomplete(path: Path) -> bool:
-    """Return True if only zeros, or fewer bytes than an ELF header declares (64 bit: `man 5 elf`), reached the disk.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file:
-        header = file.read(64)
-        size = file.seek(0, os.SEEK_END)
-    if len(header) < 64 or not any(header):
-        return True
-    if not header.startswith(b"\x7fELF"):
-        return False  # a compiler's own format
-    (sections,) = struct.unpack_from("=Q", header, 0x28)
-    each, count = struct.unpack_from("=HH", header, 0x3A)
-    return bool(size < sections + each * count)
 
 
 def _made_with() -> list[str]:

@@ -52,30 +52,12 @@ def test_a_library_that_is_missing_or_does_not_match() -> None:
     assert "libaio" in good["DeepSpeed op AsyncIO"].fix
     blind = {**FACTS, "torch": {**FACTS["torch"], "available": False, "nccl": None}}
     found = by_name(doctor.judge_libraries(blind, "cuda"))
-    assert found["torch"].level == found["NCCL"].level == "bad"
+    assert found["torch"].level == "bad"
+    assert "NCCL" not in found
     assert "finds no GPU" in found["torch"].found
     assert by_name(doctor.judge_libraries({"errors": {"torch": "no module"}}, "cpu"))["torch"].level == "bad"
     broken = {"errors": {"versions": "no deepspeed"}, "torch": FACTS["torch"]}
     assert by_name(doctor.judge_libraries(broken, "cpu"))["libraries"].level == "bad"
-
-
-HEADERS = ("cusparse.h", "cusolverDn.h", "cublas_v2.h", "cuda_runtime_api.h")
-
-
-def toolkit(folder: Path, *headers: str, nvcc: bool = True) -> Path:
-    (folder / "include").mkdir(parents=True)
-    (folder / "bin").mkdir()
-    for name in headers:
-        (folder / "include" / name).touch()
-    if nvcc:
-        (folder / "bin" / "nvcc").touch(0o755)
-    return folder
-
-
-@pytest.fixture
-def no_cuda_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_HOME", "CUDA_PATH", "CPATH", "CPLUS_INCLUDE_PATH"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -109,32 +91,15 @@ def test_the_examination_reports_torch_of_cuda_and_starts_cuda_where_torch_count
     assert "cuda" in found["errors"]["context"]  # this torch has none
 
 
-@pytest.mark.usefixtures("no_cuda_variables")
-def test_the_cuda_home_that_torch_takes_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, bare = toolkit(tmp_path / "cuda", *HEADERS), toolkit(tmp_path / "bare", HEADERS[3])
-    wrapper = toolkit(tmp_path / "local")  # /usr/local/bin/nvcc, a wrapper
-    facts = {**FACTS, "errors": {**FACTS["errors"], "FusedAdamBuilder": "fatal error"}, "packaged": []}
+def test_the_cuda_home_that_torch_takes() -> None:
+    facts = {**FACTS, "errors": {**FACTS["errors"], "FusedAdamBuilder": "fatal error: cusparse.h: No such file"}}
     del facts["FusedAdamBuilder"]
-
-    def found(home: Path | None, **more: object) -> dict[str, doctor.Finding]:
-        return by_name(doctor.judge_libraries({**facts, "cuda_home": home and str(home), **more}, "cuda"))
-
-    assert found(whole)["CUDA toolkit"].level == "good"
-    assert "nvcc" not in found(whole)["DeepSpeed op FusedAdam"].fix
-    assert "finds no CUDA_HOME" in found(None)["CUDA toolkit"].found
-    lacking = found(bare)["CUDA toolkit"]
-    assert (lacking.level, lacking.found) == (
-        "warn",
-        f"torch takes CUDA_HOME={bare}, which lacks include/cusparse.h, include/cusolverDn.h, include/cublas_v2.h",
-    )
-    assert found(bare)["DeepSpeed op FusedAdam"].fix.startswith("see CUDA toolkit above")
-    monkeypatch.setenv("PATH", str(wrapper / "bin"))
-    assert f"CUDA_HOME={wrapper} from {wrapper}/bin/nvcc, which lacks" in found(wrapper)["CUDA toolkit"].found
-    packaged = toolkit(tmp_path / "nvidia" / "cu13", *HEADERS) / "include"
-    assert found(bare, packaged=[str(packaged)])["CUDA toolkit"].fix == f"export CPATH={packaged}"
-    monkeypatch.setenv("CPATH", str(packaged))
-    assert found(bare)["CUDA toolkit"].level == "good"
-    assert "lacks bin/nvcc" in found(toolkit(tmp_path / "no-nvcc", *HEADERS, nvcc=False))["CUDA toolkit"].found
+    found = by_name(doctor.judge_libraries({**facts, "cuda_home": "/usr/local/cuda"}, "cuda"))
+    assert found["CUDA toolkit"].found == "torch takes CUDA_HOME=/usr/local/cuda"
+    assert found["DeepSpeed op FusedAdam"].found == "cannot be built: fatal error: cusparse.h: No such file"
+    assert found["DeepSpeed op FusedAdam"].fix.startswith("set CUDA_HOME to a complete toolkit")
+    without = by_name(doctor.judge_libraries({**facts, "cuda_home": None}, "cuda"))["CUDA toolkit"]
+    assert (without.level, without.found) == ("warn", "torch finds no CUDA_HOME, nvcc or /usr/local/cuda")
 
 
 def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:

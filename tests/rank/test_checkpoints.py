@@ -15,7 +15,6 @@ from autotune.rank.checkpoints import (
     _bare_states,
     _keep_groups,
     _load_converted,
-    _workers,
     convert,
     convertible,
     layout,
@@ -129,21 +128,6 @@ def test_every_rank_hears_why_a_checkpoint_cannot_be_converted(monkeypatch: pyte
         with pytest.raises(RuntimeError, match="no space left"):
             ranks.load(rank)
     assert not ranks.done
-
-
-@pytest.mark.parametrize(
-    ("cpus", "free_bytes", "extract", "merge"), [(2, 10**12, 2, 2), (64, 10**12, 4, 3), (8, 2 * 2 * 12 * 100, 1, 2)]
-)
-def test_a_conversion_takes_the_processes_that_cpus_and_memory_allow(
-    cpus: int, free_bytes: int, extract: int, merge: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "usable_cpus", lambda: cpus)
-    monkeypatch.setattr(checkpoints, "host_available_bytes", lambda: free_bytes)
-    shapes = [{"a": torch.Size([10, 10]), "b": torch.Size([7])}, {"c": torch.Size([])}]
-    torch.save({"param_shapes": shapes}, tmp_path / "mp_rank_00_model_states.pt")
-    for rank in range(4):
-        (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x" * 1_000)
-    assert _workers(tmp_path) == ["--num_extract_workers", str(extract), "--num_merge_workers", str(merge)]
 
 
 def test_states_lose_their_dicts_and_steps_stay(tmp_path: Path) -> None:

@@ -130,7 +130,6 @@ def test_a_damaged_one_of_before_is_not_taken_because_the_script_says_so(tmp_pat
     [
         (["zero_pp_rank_0", "zero_pp_rank_2", "zero_pp_rank_3"], [1]),
         (["zero_pp_rank_0"], [1, 2, 3]),
-        (["zero_pp_rank_0", "zero_pp_rank_1"], []),  # MiCS: of each group
         (["expp_rank_0"], []),  # of experts, and all ranks' own states in the model's
         (["bf16_zero_pp_rank_2", "bf16_zero_pp_rank_3"], [0, 1]),  # what the second machine has on a disk of its own
     ],
@@ -138,24 +137,6 @@ def test_a_damaged_one_of_before_is_not_taken_because_the_script_says_so(tmp_pat
 def test_whose_own_files_are_missing(tmp_path: Path, names: list[str], lacking: list[int]) -> None:
     for name in names:
         (tmp_path / f"{name}_mp_rank_00_optim_states.pt").write_bytes(SAVED)
-    assert [rank for rank in range(4) if lacks_own_files(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
-
-
-@pytest.mark.parametrize(
-    ("names", "lacking"),
-    [
-        (["0_mp_rank_00", "0_mp_rank_01", "0_mp_rank_02"], [3]),
-        (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_00", "1_mp_rank_01"], []),
-        (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_00"], [3]),
-        (["0_mp_rank_02", "0_mp_rank_03"], [0, 1]),  # what the second machine has on a disk of its own
-    ],
-)
-def test_whose_own_files_are_missing_of_ranks_that_are_parallel_in_tensors(
-    tmp_path: Path, names: list[str], lacking: list[int]
-) -> None:
-    """A checkpoint of which all ranks are one group was never whole: nothing was resumed, in silence."""
-    for name in names:
-        (tmp_path / f"bf16_zero_pp_rank_{name}_optim_states.pt").write_bytes(SAVED)
     assert [rank for rank in range(4) if lacks_own_files(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
 
 

@@ -168,6 +168,6 @@ def test_accelerate_reads_the_fsdp_config(tmp_path: Path) -> None:
     write_export(make_candidate(0), quantized, tmp_path / "q.fsdp.yaml", {}, style="fsdp")
     text = (tmp_path / "q.fsdp.yaml").read_text()
     assert "# load the base model with BitsAndBytesConfig(load_in_4bit=True" in text
-    assert "# load trained weights in fp32; " in text
+    assert "# train fp32 weights under torch.autocast " in text
     write_export(make_candidate(0), job, tmp_path / "cpu.yaml", {}, style="fsdp", device="cpu")
     assert launches_ranks(tmp_path / "cpu.yaml"), "it starts one process for MULTI_CPU"

@@ -222,15 +222,10 @@ def test_any_model(tmp_path: Path, key: str, value: Any) -> None:
     read_or_refused(lambda: resolve_model(str(tmp_path / "config.json")))
 
 
-def test_a_pipe_is_read_until_its_writers_close_it_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_is_read_until_its_writers_close_it_and_is_empty_without_one(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    monkeypatch.setattr(bounds, "PIPE_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"^F cannot be read \(nothing more was written to it within 0 s\): more$"):
-        bounds.read_text(pipe, "F", "more")
-    monkeypatch.setattr(bounds, "PIPE_SECONDS", 60.0)
+    assert bounds.read_text(pipe, "F", "more") == ""
     code = "import sys; from pathlib import Path; from autotune.util.bounds import read_text; print(read_text(Path(sys.argv[1]), 'F', ''))"
     command = '"$0" -c "$1" <(sleep 0.1; echo first; sleep 0.1; echo second)'
     done = subprocess.run(["bash", "-c", command, sys.executable, code], capture_output=True, text=True, check=True)

@@ -675,13 +675,10 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
     from deepspeed.accelerator import get_accelerator
 
     folder, name = jit_ops.use_own_folder(), type(builder).__name__
-    place = folder / builder.name
-    is_built = jit_ops.is_complete(place / f"{builder.name}.so")
+    is_built = (folder / builder.name / f"{builder.name}.so").exists()
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
         context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
-    if several:
-        jit_ops.remove_incomplete(place, jit_ops.IDLE_SECONDS)
     if several or (is_built and not [*folder.glob("*/lock")]):  # ranks load a built op in parallel
         return original(builder, *args, **kwargs)
     with jit_ops.hold_build_lock(folder):
