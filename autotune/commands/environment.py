@@ -292,10 +292,10 @@ def launched_peers(environment: MutableMapping[str, str]) -> Peers | None:
 
     Torchrun listens at the port itself, for its ranks. A variable that says so is removed, because trials are none.
     """
-    found = [next((pair for pair in pairs if environment.keys() >= {*pair}), ()) for pairs in (_RANKS, _ADDRESSES)]
-    if not all(found):
+    known = [[pair for pair in pairs if environment.keys() >= {*pair}] for pairs in (_RANKS, _ADDRESSES)]
+    if not all(known):
         return None
-    (rank, size), (port, address) = found
+    (rank, size), (port, address) = known[0][0], known[1][0]
     number, count, at = (whole_number(environment[name], name) for name in (rank, size, port))
     if count < 2:
         return None

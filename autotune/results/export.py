@@ -202,7 +202,9 @@ def fsdp_notes(candidate: Candidate, job: Job) -> list[str]:
     if candidate.stage in (1, 2):
         lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
     if job.plain:
-        lines.append(f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters")
+        lines.append(
+            f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters"
+        )
     elif job.precision != "fp32":
         lines.append(
             f"train fp32 weights under torch.autocast (FSDP2 casts them itself); DeepSpeed has {job.precision} throughout"
