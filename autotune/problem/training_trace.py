@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,6 @@ class TracedStep:
     """One optimizer step, over all ranks. None: the quantity was not seen."""
 
     micro_batches: int  # iterations of the script's loop: forwards of a rank that a backward follows
-    forwards: int  # forwards of a rank with gradients
     rows: int  # over all ranks
     digest: float  # sum over the rows; independent of their order and of the split into micro-batches
     loss: float | None  # sum over the backwards, each weighted as the engine does; mean over the ranks
@@ -73,72 +73,75 @@ class TrainingTrace:
         told = [one for one in ranks if one and one["steps"]]
         if not told or len(told) < len(ranks):
             return None
-        first = told[0]
-        length = min(len(one["steps"]) for one in told)
-        steps = tuple(_merged([one["steps"][at] for one in told]) for at in range(length))
-        return cls(
-            steps,
-            first["stage"],
-            first["precision"],
-            first["accumulation"],
-            draws=any(one["draws"] for one in told),
-            missing=next((one["missing"] for one in told if one["missing"]), ""),
-            holds_frozen=any(one.get("holds_frozen") for one in told),
-            clips_at=max(one.get("clips_at", 0.0) for one in told),
-            initial=_initial([one.get("weights", ()) for one in told]),
-            ahead=tuple((low, high) for low, high in first.get("ahead", ())),
-            epoch_steps=first.get("epoch_steps", 0.0),
-            loop_ends=dict(first.get("loop_ends", {})),
-            auxiliary=tuple(
-                cls.merged(each) or cls((), 0, "fp32", 1)  # keeps the places of the next engines
-                for each in zip(*(one.get("auxiliary", ()) for one in told), strict=False)
-            ),
-        )
+        return cls.from_json(_reduced(told, _OF_RANKS))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TrainingTrace:
         """Read the output of `dataclasses.asdict`; fields of a newer version are dropped."""
-        known = known_fields(cls, data)
-        steps = (known_fields(TracedStep, step) for step in data["steps"])
-        known["initial"] = tuple(known.get("initial", ()))
-        known["ahead"] = tuple((low, high) for low, high in known.get("ahead", ()))
+        known = {name: _frozen(value) for name, value in known_fields(cls, data).items()}
+        known["steps"] = tuple(TracedStep(**_frozen(known_fields(TracedStep, step))) for step in known["steps"])
         known["auxiliary"] = tuple(map(cls.from_json, known.get("auxiliary", ())))
-        return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
+        return cls(**known)
 
 
-def _initial(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def _frozen(value: Any) -> Any:
+    """Return JSON data with tuples in place of lists."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    return {name: _frozen(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+#
+# Reports of all ranks: the first rank's values, except where a function of all ranks' values is named.
+
+
+def _reduced(ranks: Sequence[Mapping[str, Any]], functions: Mapping[str, Callable[[list[Any]], Any]]) -> dict[str, Any]:
+    """Return one report for those of all ranks. None stands for what no rank has seen."""
+    found = dict.fromkeys(ranks[0])
+    for name in found:
+        if values := [one[name] for one in ranks if one[name] is not None]:
+            found[name] = functions.get(name, operator.itemgetter(0))(values)
+    return found
+
+
+def _change(ranks: Sequence[tuple[float, int]]) -> float | None:
+    """Return the root of the mean square change of elements that lie on several ranks; None if none was seen.
+
+    Args:
+        ranks: (sum of squares, elements) of each rank.
+    """
+    squares, elements = map(math.fsum, zip(*ranks, strict=True))
+    return math.sqrt(squares / elements) if elements else None
+
+
+def _initial(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Merge the projections of all ranks, which hold parts of the weights or copies of all."""
     if not all(ranks):
-        return ()
+        return []
     square, elements, _, *projections = (math.fsum(each) for each in zip(*ranks, strict=True))
     copies = elements / ranks[0][2] if ranks[0][2] else 0.0
     if not copies or not copies.is_integer() or not square:  # some parts were not seen
-        return ()
-    return tuple(one / copies / math.sqrt(square / copies) for one in projections)
+        return []
+    return [one / copies / math.sqrt(square / copies) for one in projections]
 
 
-def _merged(ranks: Sequence[Mapping[str, Any]]) -> TracedStep:
-    """Merge one step of all ranks: rows add up, losses are averaged, and sampled weights may lie on any rank."""
-    first = ranks[0]
-    losses = [one["loss"] for one in ranks if one["loss"] is not None]
-    norms = [one["gradient_norm"] for one in ranks if one["gradient_norm"] is not None]
-    return TracedStep(
-        micro_batches=first["micro_batches"],
-        forwards=first["forwards"],
-        rows=sum(one["rows"] for one in ranks),
-        digest=math.fsum(one["digest"] for one in ranks),
-        loss=math.fsum(losses) / len(losses) if losses else None,
-        gradient_norm=max(norms, default=None),
-        update=_change(ranks, "squares", "elements"),
-        rates=tuple(first["rates"]),
-        skipped=first["skipped"],
-        buffers=_change(ranks, "buffer_squares", "buffer_elements"),
-        changed_by_hand=max(one.get("changed_by_hand", 0) for one in ranks),
-        outside_steps=max(one.get("outside_steps", 0) for one in ranks),
-    )
-
-
-def _change(ranks: Sequence[Mapping[str, Any]], squares: str, elements: str) -> float | None:
-    """Return the root of the mean square change of elements that lie on several ranks; None if none was seen."""
-    count = sum(one.get(elements, 0) for one in ranks)
-    return math.sqrt(sum(one[squares] for one in ranks) / count) if count else None
+_OF_STEPS: dict[str, Callable[[list[Any]], Any]] = {
+    "rows": sum,
+    "digest": math.fsum,
+    "loss": statistics.fmean,
+    "gradient_norm": max,
+    "update": _change,
+    "buffers": _change,
+    "changed_by_hand": max,
+    "outside_steps": max,
+}
+_OF_RANKS: dict[str, Callable[[list[Any]], Any]] = {
+    "steps": lambda runs: [_reduced(step, _OF_STEPS) for step in zip(*runs, strict=False)],
+    "draws": any,
+    "missing": max,
+    "holds_frozen": any,
+    "clips_at": max,
+    "initial": _initial,
+    "auxiliary": lambda engines: [_reduced(ranks, _OF_RANKS) for ranks in zip(*engines, strict=False)],
+}

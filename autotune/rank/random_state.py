@@ -224,8 +224,9 @@ class RandomState:
 
     def mark(self) -> None:
         """Remember the states of all generators at the first forward, for `has_drawn`."""
-        self.leave_seeds()
-        self._marked = [(one, _state(one)) for one in self._own], self._states()
+        if self._marked is None:
+            self.leave_seeds()
+            self._marked = [(one, _state(one)) for one in self._own], self._states()
 
     def has_drawn(self) -> bool:
         """Return True if random numbers were drawn since `mark`.

@@ -257,7 +257,8 @@ class ScriptRank(BaseRank, TrainingObserver):
         device = self.own_device
         device.synchronize()
         device.note()
-        seconds = max(time.perf_counter() - self._step_began - self.context.trace.take_seconds(), 0.0)
+        recording = sum(trace.take_seconds() for _, trace in self.context.traces)
+        seconds = max(time.perf_counter() - self._step_began - recording, 0.0)
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
@@ -401,7 +402,7 @@ class ScriptRank(BaseRank, TrainingObserver):
             measured_seconds=time.perf_counter() - self._measuring_began,
             extrapolated=False,
             facts=facts,
-            trace=self.context.trace.report(),
+            trace=self.context.report(),
             **tokens,
             **device.peaks(),
         )

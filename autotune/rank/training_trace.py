@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import dataclasses
 import gc
 import itertools
 import math
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from autotune.problem.training_trace import AHEAD, LEAST_STEPS, MOST_STEPS
+from autotune.problem.training_trace import AHEAD, LEAST_STEPS, MOST_STEPS, TrainingTrace
 from autotune.rank.loop_end import LoopEnds
 from autotune.rank.random_state import RandomState
 
@@ -28,8 +29,11 @@ _ENDED = 0.01  # share of its highest rate at which a schedule has come down to 
 _LARGEST = sys.float_info.max  # stands for a value that is not finite, which JSON cannot hold
 
 
+_Values = dict[Any, tuple[Any, Any]]  # positions and copies of sampled elements, by number or name of the tensor
+
+
 class TraceRecorder:
-    """Record the first optimizer steps of the engine that trains, on one rank.
+    """Record the first optimizer steps of an engine that trains, on one rank.
 
     The recorder runs no collective and draws no random number. Every rank reports its own shards, and
     `TrainingTrace.merged` adds them up. An error while recording leaves the quantity out and never ends the training.
@@ -45,56 +49,39 @@ class TraceRecorder:
     ) -> None:
         self._random, self._most_steps, self._looks_ahead = random_state or RandomState(), most_steps, looks_ahead
         self._seconds = 0.0  # spent on recording since `take_seconds`
-        self._auxiliary: list[TraceRecorder] = []  # of auxiliary engines, in the order of `Context.beside`
-        self.restart()
-
-    def restart(self, auxiliary: int = 0) -> None:
-        """Drop all recorded steps, because another engine turned out to train.
-
-        Args:
-            auxiliary: number of auxiliary engines that are left, the last ones.
-        """
-        self._auxiliary = self._auxiliary[len(self._auxiliary) - auxiliary :]
         self._steps: list[dict[str, Any]] = []
         self._step = _new_step()
         self._pending: list[tuple[int, Any]] = []  # (rows, digest) of forwards in evaluation mode
         self._in_backward = False
-        self._root: Any = None  # tensor on which autograd runs now
+        # tensor on which autograd runs now for a script that calls `loss.backward()`; it keeps its whole graph alive
+        self.root: Any = None
         self._sample: list[tuple[Any, Any]] | None = None  # (parameter, positions)
-        self._before: list[tuple[Any, Any] | None] | None = None
-        self._initial: list[float] = []  # projections of the sampled weights before the first step, see `_projected`
+        self._weights: _Values = {}  # before the step
+        self._buffers: _Values = {}  # after the last step
         self._loop_ends = LoopEnds()
         self._fetched: Counter[int] = Counter()  # batches of all loaders, by length of the loader
+        self._fetched_before: list[Counter[int]] = []  # the same at the end of each step
         self._by_hand = False  # the script itself says which micro-batch ends an optimizer step
         self._gradients: list[tuple[int, int]] | None = None  # versions after the last backward; None after a step
-        self._buffers: dict[str, Any] = {}  # copies of sampled elements after the last step, by name
-        self._own_norm: Any = None
         self._schedule: Any = None
         self._schedule_began = 0.0  # its count before the first step
-        self._ahead: list[list[float]] = []
         self._skipped = 0
-        self._marked = False  # the generators' states at the first forward are known
-        self._draws = False
-        self._autocast = False  # the script's first forward ran under torch's autocast
-        self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
-        self._holds_frozen = False
-        self._clips_at = 0.0  # limit of the script's own clipping
-        self._missing = ""
+        self._autocast: bool | None = None  # the script's first forward ran under torch's autocast
+        self._about = dataclasses.asdict(TrainingTrace((), 0, "fp32", 1))
+
+    def anew(self) -> TraceRecorder:
+        """Return a recorder for another engine."""
+        return TraceRecorder(self._random, most_steps=self._most_steps, looks_ahead=self._looks_ahead)
 
     @property
     def records(self) -> bool:
         """True until the last step to trace has ended. Steps that DeepSpeed skips do not count."""
         return sum(not step["skipped"] for step in self._steps) < self._most_steps
 
-    def add_auxiliary(self) -> TraceRecorder:
-        """Return a recorder for an auxiliary engine, whose steps become a part of this recorder's report."""
-        self._auxiliary.append(TraceRecorder(most_steps=self._most_steps, looks_ahead=self._looks_ahead))
-        return self._auxiliary[-1]
-
     def take_seconds(self) -> float:
         """Return the seconds spent on recording since the last call."""
         seconds, self._seconds = self._seconds, 0.0
-        return seconds + sum(one.take_seconds() for one in self._auxiliary)
+        return seconds
 
     def forward(self, tensor: Any, rows: int, *, certain: bool) -> None:
         """Record a forward with gradients.
@@ -107,52 +94,41 @@ class TraceRecorder:
         if not self.records:
             return
         with self._recording():
-            if not self._marked:
-                self._marked = True
+            if self._autocast is None:
                 self._random.mark()
                 self._autocast = any(map(_casts, ("cpu", "cuda")))
             self._in_backward = False
-            seen = (rows, _digest(tensor))
             if certain:
                 self._pending.clear()
-                self._count(*seen)
-            else:
-                self._pending.append(seen)
+            self._pending.append((rows, _digest(tensor)))
+            if certain:
+                self._count_pending()
 
-    def _count(self, rows: int, digest: Any) -> None:
-        self._step["forwards"] += 1
-        self._step["rows"] += rows
-        if digest is not None:
-            self._step["digests"].append(digest)
-
-    def root(self, tensors: Any) -> None:
-        """Note the tensor on which autograd runs until the next call, for scripts that call `loss.backward()`.
-
-        None ends the backward. Without it, the tensor would keep its whole graph alive, with all that nodes hold.
-        """
-        self._root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) else tensors
+    def _count_pending(self) -> None:
+        for rows, digest in self._pending:
+            self._step["rows"] += rows
+            self._step["digest"] = self._step["digest"] + digest
+        self._pending.clear()
 
     def backward(self, engine: Any, loss: Any = None, *, scaled: bool = True) -> None:
         """Record the loss whose backward begins.
 
         Args:
-            loss: argument of `engine.backward`; None takes the tensor on which autograd runs.
+            loss: argument of `engine.backward`; None takes `root`.
             scaled: the engine divides the loss by its accumulation.
         """
         if not self.records:
             return
         with self._recording():
-            for seen in self._pending:
-                self._count(*seen)
-            self._pending.clear()
+            self._count_pending()
             self._step["micro_batches"] += not self._in_backward
             self._in_backward = True
             weight = 1.0 / engine.gradient_accumulation_steps() if scaled else 1.0
             if loss is None:
-                loss = self._root
+                loss = self.root
                 weight /= _loss_scale(engine)
             if getattr(loss, "numel", lambda: 0)() == 1:
-                self._step["losses"].append(loss.detach().float().reshape(()) * weight)
+                self._step["loss"].append(loss.detach().float().reshape(()) * weight)
 
     # -- what the script does between backward and step --------------------------------------------------------------
 
@@ -164,24 +140,22 @@ class TraceRecorder:
     def gradients_used(self, engine: Any) -> None:
         """Count a change of the gradients since the last backward. Only stage 0 steps with what the script can change."""
         if self.records and self._gradients is not None and engine.zero_optimization_stage() == 0:
-            now = _versions(engine.module)
-            self._step["changed_by_hand"] += self._gradients != now
-            self._gradients = now
+            before, self._gradients = self._gradients, _versions(engine.module)
+            self._step["changed_by_hand"] += self._gradients != before
 
     def clipped(self, engine: Any, parameters: Sequence[Any], limit: float) -> None:
         """Note a call of torch's clipping; without a finite limit it only returns the norm."""
-        trained = {id(one) for one in engine.module.parameters()}
-        if not self.records or self._gradients is None or not any(id(one) in trained for one in parameters):
+        if self._gradients is None or set(map(id, parameters)).isdisjoint(map(id, engine.module.parameters())):
             return
         if math.isfinite(limit):
-            self._clips_at = limit
+            self._about["clips_at"] = limit
         else:
-            self._gradients = _versions(engine.module)
+            self.gradients_made(engine)
 
     @property
     def changes_gradients(self) -> bool:
         """True if the script changes gradients between backward and step."""
-        return bool(self._clips_at) or any(step["changed_by_hand"] for step in self._steps)
+        return bool(self._about["clips_at"]) or any(step["changed_by_hand"] for step in self._steps)
 
     def fetched(self, loader: Any) -> None:
         """Count a batch of a loader's iterator."""
@@ -193,7 +167,7 @@ class TraceRecorder:
 
         A script that ends an epoch with a step of fewer micro-batches, like accelerate, has a whole number of steps.
         """
-        each = [now["fetched"] - before["fetched"] for before, now in itertools.pairwise(self._steps)]
+        each = [now - before for before, now in itertools.pairwise(self._fetched_before)]
         whole: Counter[int] = sum(each, Counter())
         if len(each) < LEAST_STEPS - 1 or not whole:
             return 0.0
@@ -218,30 +192,28 @@ class TraceRecorder:
         if not self.records:
             return
         with self._recording(alone=True):
+            about, step = self._about, self._step
+            self._weights = {}
             if self._sample is None:
                 self._sample = _sampled(engine.module)
-                self._about = {
-                    "stage": int(engine.zero_optimization_stage()),
-                    "precision": self._precision(engine),
-                    "accumulation": int(engine.gradient_accumulation_steps()),
-                }
+                about["stage"] = int(engine.zero_optimization_stage())
+                about["precision"] = self._precision(engine)
+                about["accumulation"] = int(engine.gradient_accumulation_steps())
                 self._schedule = _schedule_of(engine) if self._looks_ahead else None
                 self._schedule_began = _count_of(self._schedule)
-            self._holds_frozen |= any(not one.requires_grad and _is_held(one) for one in engine.module.parameters())
+            about["holds_frozen"] |= any(not one.requires_grad and _is_held(one) for one in engine.module.parameters())
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             if self._schedule is not None and len(self._steps) == MOST_STEPS - 1:
                 each = (_count_of(self._schedule) - self._schedule_began) / len(self._steps)
                 with suppress(Exception):  # a schedule of the script's own
-                    self._ahead = _rates_ahead(self._schedule, self._schedule_began, each)
-            self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
-            self._own_norm = None
-            known = sum(step["norm"] is not None and not step["skipped"] for step in self._steps)
+                    about["ahead"] = _rates_ahead(self._schedule, self._schedule_began, each)
+            step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
+            known = sum(bool(one["gradient_norm"]) and not one["skipped"] for one in self._steps)
             if _has_no_norm(engine) and known < LEAST_STEPS:  # reads all gradients, so not in every step
-                norm = _gradient_norm(engine.module)
-                self._own_norm = norm / _loss_scale(engine) if norm is not None else None
-            self._before = self._weights(engine)
-            if not self._initial:
-                self._initial = _projected(self._before, sum(len(positions) for _, positions in self._sample))
+                step["gradient_norm"] = [norm / _loss_scale(engine) for norm in _gradient_norm(engine.module)]
+            self._weights = _weights(engine, self._sample)
+            if not about["initial"]:
+                about["initial"] = _projected(self._weights, sum(len(positions) for _, positions in self._sample))
 
     def _precision(self, engine: Any) -> str:
         from autotune.rank import devices
@@ -259,51 +231,29 @@ class TraceRecorder:
         with self._recording(alone=True):
             step, self._step = self._step, _new_step()
             self._in_backward, self._gradients = False, None
-            step["norm"] = self._own_norm if _has_no_norm(engine) else engine.get_global_grad_norm()
+            if not _has_no_norm(engine):
+                step["gradient_norm"] = [engine.get_global_grad_norm()]
             step["skipped"] = int(getattr(engine, "skipped_steps", 0)) > self._skipped
-            after = self._weights(engine) if self._before else None
-            if self._before and after:
-                pairs = [(a[1], b[1]) for a, b in zip(self._before, after, strict=True) if a and b]
-                step["squares"] = [(b - a).square().sum() for a, b in pairs]
-                step["elements"] = sum(int(a.numel()) for a, _ in pairs)
-            self._before = None
-            buffers = _sampled_buffers(engine.module)
-            pairs = [(b, buffers[name]) for name, b in self._buffers.items() if name in buffers]
-            pairs = [(b, now) for b, now in pairs if b.shape == now.shape]
-            step["buffer_squares"] = [(now - b).square().sum() for b, now in pairs]
-            step["buffer_elements"] = sum(b.numel() for b, _ in pairs)
-            self._buffers = buffers
-            step["fetched"] = self._fetched.copy()
+            step["update"] = _change(self._weights, _weights(engine, self._sample or ()))
+            before, self._buffers = self._buffers, _sampled_buffers(engine.module)
+            step["buffers"] = _change(before, self._buffers)
+            self._fetched_before.append(self._fetched.copy())
             self._by_hand = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
             self._loop_ends.note(sys._getframe(1))
             self._steps.append(step)
             if not self.records:
-                self._draws = self._random.has_drawn()
-
-    def _weights(self, engine: Any) -> list[tuple[Any, Any] | None]:
-        """Return positions and copies of this rank's share of the sampled weights in fp32."""
-        masters = _masters(engine)
-        return [_picked(parameter, positions, masters) for parameter, positions in self._sample or ()]
+                self._about["draws"] = self._random.has_drawn()
 
     def report(self) -> dict[str, Any] | None:
         """Return this rank's steps as JSON data; None if none are to be recorded."""
         if not self._most_steps:
             return None
         if self.records and self._steps:
-            self._draws = self._random.has_drawn()
-        return {
-            **self._about,
-            "draws": self._draws,
-            "holds_frozen": self._holds_frozen,
-            "clips_at": self._clips_at,
-            "epoch_steps": self._epoch_steps(),
-            "loop_ends": self._loop_ends.optimizer_steps,
-            "weights": self._initial,
-            "missing": self._missing,
-            "steps": [_plain(s) for s in self._steps],
-            "ahead": self._ahead if not any(step["skipped"] for step in self._steps) else [],
-            "auxiliary": [one.report() for one in self._auxiliary],
-        }
+            self._about["draws"] = self._random.has_drawn()
+        found = {**self._about, "epoch_steps": self._epoch_steps(), "loop_ends": self._loop_ends.optimizer_steps}
+        if any(step["skipped"] for step in self._steps):
+            found["ahead"] = []
+        return {**found, "steps": [_plain(step) for step in self._steps]}
 
     @contextmanager
     def _recording(self, *, alone: bool = False) -> Iterator[None]:
@@ -324,43 +274,40 @@ class TraceRecorder:
             with torch.no_grad():
                 yield
         except Exception as error:
-            self._missing = self._missing or f"{type(error).__name__}: {error}"[:200]
+            self._about["missing"] = self._about["missing"] or f"{type(error).__name__}: {error}"[:200]
         finally:
             wait()
             self._seconds += time.perf_counter() - began
 
 
-_COUNTS = (*("micro_batches", "forwards", "rows", "elements", "buffer_elements"), *("changed_by_hand", "outside_steps"))
-
-
 def _new_step() -> dict[str, Any]:
-    return {
-        **dict.fromkeys(_COUNTS, 0),
-        "digests": [],
-        "losses": [],
-        "squares": [],
-        "buffer_squares": [],
-        "rates": [],
-        "norm": None,
-        "skipped": False,
-    }
+    """Return a step without values. Tensors are read in `_plain`; lists of them are sums."""
+    counts = dict.fromkeys(("micro_batches", "rows", "digest", "changed_by_hand", "outside_steps"), 0)
+    empty: tuple[list[Any], int] = ([], 0)
+    return {**counts, "loss": [], "gradient_norm": [], "update": empty, "buffers": empty, "rates": [], "skipped": False}
 
 
 def _plain(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step with its tensors read, which waits for the device."""
-    kept = {key: step[key] for key in (*_COUNTS, "rates", "skipped")}
-    return {
-        **kept,
-        "digest": _finite(math.fsum(float(one) for one in step["digests"])),
-        "loss": _finite(sum(float(one) for one in step["losses"])) if step["losses"] else None,
-        "gradient_norm": None if step["norm"] is None else _finite(float(step["norm"])),
-        "squares": _finite(sum(float(one) for one in step["squares"])),
-        "buffer_squares": _finite(sum(float(one) for one in step["buffer_squares"])),
-    }
+    found = {**step, "digest": _total([step["digest"]])}
+    for name in ("loss", "gradient_norm"):
+        found[name] = _total(step[name]) if step[name] else None
+    for name in ("update", "buffers"):
+        squares, elements = step[name]
+        found[name] = [_total(squares), elements]
+    return found
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else _LARGEST
+def _total(parts: Sequence[Any]) -> float:
+    found = math.fsum(map(float, parts))
+    return found if math.isfinite(found) else _LARGEST
+
+
+def _change(before: _Values, after: _Values) -> tuple[list[Any], int]:
+    """Return the sums of squares by which sampled values have changed, and their number."""
+    pairs = [(one, after[key][1]) for key, (_, one) in before.items() if key in after]
+    pairs = [(one, now) for one, now in pairs if one.shape == now.shape]
+    return [(now - one).square().sum() for one, now in pairs], sum(one.numel() for one, _ in pairs)
 
 
 # -- schedule ----------------------------------------------------------------------------------------------------------
@@ -457,7 +404,7 @@ def _digest(tensor: Any) -> Any:
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or not tensor.numel():
-        return None
+        return 0.0
     rows = tensor.detach().reshape(tensor.shape[0], -1)[:, :_OF_A_ROW].double()
     weights = torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float64).sqrt()
     return torch.sin(rows @ weights).sum()
@@ -487,14 +434,14 @@ def _sampled(module: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def _sampled_buffers(module: Any) -> dict[str, Any]:
-    """Return copies of sampled elements of sampled floating-point buffers, such as BatchNorm's running statistics."""
+def _sampled_buffers(module: Any) -> _Values:
+    """Return sampled elements of sampled floating-point buffers, such as BatchNorm's running statistics."""
     floating = [(name, one) for name, one in module.named_buffers() if one.is_floating_point() and one.numel()]
-    every = max(1, math.ceil(len(floating) / _SAMPLED))
-    return {
-        name: one.detach().reshape(-1)[:: max(1, one.numel() // _ELEMENTS)].float().clone()
-        for name, one in floating[::every]
-    }
+    found = {}
+    for name, one in floating[:: max(1, math.ceil(len(floating) / _SAMPLED))]:
+        every = slice(None, None, max(1, one.numel() // _ELEMENTS))
+        found[name] = every, one.detach().reshape(-1)[every].float().clone()
+    return found
 
 
 def _versions(module: Any) -> list[tuple[int, int]]:
@@ -526,7 +473,7 @@ def _masters(engine: Any) -> dict[int, Any]:
     return found
 
 
-def _projected(weights: list[tuple[Any, Any] | None], sampled: int) -> list[float]:
+def _projected(weights: _Values, sampled: int) -> list[float]:
     """Return [sum of squares, elements, sampled elements of all ranks, projections on cosines of their positions...].
 
     Other draws of the same distribution have other projections, and the same squares. Rounding to 16 bits changes neither.
@@ -536,18 +483,29 @@ def _projected(weights: list[tuple[Any, Any] | None], sampled: int) -> list[floa
     host: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # a script may set another default device
     found = torch.zeros(2 + _PROJECTIONS, **host)
     frequencies = torch.arange(2, 2 + _PROJECTIONS, **host).sqrt()
-    for number, one in enumerate(weights):
-        if one is not None:
-            at, values = (each.double().cpu() for each in one)
-            found[0] += values.square().sum()
-            found[1] += values.numel()
-            found[2:] += torch.cos(torch.outer(frequencies, at + 7919 * number)) @ values
+    for number, one in weights.items():
+        at, values = (each.double().cpu() for each in one)
+        found[0] += values.square().sum()
+        found[1] += values.numel()
+        found[2:] += torch.cos(torch.outer(frequencies, at + 7919 * number)) @ values
     square, elements, *projections = found.tolist()
     return [square, elements, sampled, *projections]
 
 
-def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> tuple[Any, Any] | None:
-    """Return the positions and a copy of the sampled elements that this rank holds in fp32; None if it holds none.
+def _weights(engine: Any, sample: Sequence[tuple[Any, Any]]) -> _Values:
+    """Return this rank's share of the sampled weights in fp32, by number of the parameter."""
+    masters, found = _masters(engine), {}
+    for number, (parameter, positions) in enumerate(sample):
+        part, start = _fp32_part(parameter, masters)
+        if part is not None:
+            flat = part.detach().reshape(-1)
+            inside = positions[(positions >= start) & (positions < start + flat.numel())]
+            found[number] = inside, flat.index_select(0, (inside - start).to(flat.device)).clone()
+    return found
+
+
+def _fp32_part(parameter: Any, masters: Mapping[int, Any]) -> tuple[Any, int]:
+    """Return the part of a parameter that this rank holds in fp32, and the index of its first element; None if it holds none.
 
     Stages 1 and 2 hold a fragment at an address of the parameter, stage 3 equal parts in the order of the ranks. Source:
     deepspeed 0.19.8, `utils/tensor_fragment.py` and `zero/partition_parameters.py`.
@@ -555,24 +513,17 @@ def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> tuple
     import torch
 
     if hasattr(parameter, "ds_id"):
-        part, at = _stage_3_part(parameter), 0
-        if part is None:
-            return None
-        if parameter.ds_tensor.numel() < parameter.ds_numel:
-            at = torch.distributed.get_rank(group=parameter.ds_process_group) * parameter.ds_tensor.numel()
-    elif hasattr(parameter, "device_mesh"):
-        part, at = local_part(parameter)
-    elif hasattr(parameter, "_hp_mapping"):
-        if parameter._hp_mapping is None:
-            return None
-        part, at = parameter._hp_mapping.hp_fragment, parameter._hp_mapping.lp_fragment_address.start
-    else:
-        part, at = masters.get(id(parameter), parameter), 0
-        if part.dtype != torch.float32:  # rounding would hide the update
-            return None
-    flat = part.detach().reshape(-1)
-    inside = positions[(positions >= at) & (positions < at + flat.numel())]
-    return (inside, flat.index_select(0, (inside - at).to(flat.device)).clone()) if len(inside) else None
+        size = parameter.ds_tensor.numel()
+        is_whole = size >= parameter.ds_numel
+        rank = 0 if is_whole else torch.distributed.get_rank(group=parameter.ds_process_group)
+        return _stage_3_part(parameter), rank * size
+    if hasattr(parameter, "device_mesh"):
+        return local_part(parameter)
+    if hasattr(parameter, "_hp_mapping"):
+        held = parameter._hp_mapping
+        return (None, 0) if held is None else (held.hp_fragment, held.lp_fragment_address.start)
+    whole = masters.get(id(parameter), parameter)
+    return (whole if whole.dtype == torch.float32 else None), 0  # rounding would hide the update
 
 
 def local_part(parameter: Any) -> tuple[Any, int]:
@@ -611,8 +562,8 @@ def _has_no_norm(engine: Any) -> bool:
     return not engine.fp16_enabled() or type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer"
 
 
-def _gradient_norm(module: Any) -> Any:
-    """Return the norm of the gradients that the module's parameters hold; None without any."""
+def _gradient_norm(module: Any) -> list[Any]:
+    """Return the norm of the gradients that the module's parameters hold; empty without any."""
     import torch
 
     norms = [
@@ -620,4 +571,4 @@ def _gradient_norm(module: Any) -> Any:
         for p in module.parameters()
         if p.grad is not None and not p.grad.is_sparse
     ]
-    return torch.stack([one.to(norms[0].device) for one in norms]).norm() if norms else None
+    return [torch.stack([one.to(norms[0].device) for one in norms]).norm()] if norms else []

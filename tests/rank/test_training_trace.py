@@ -158,7 +158,7 @@ def ahead_of(engine: Engine, schedule: Any, recorder: TraceRecorder) -> list[lis
         schedule.step()
     report = recorder.report()
     assert report["missing"] == ""
-    assert all(step["rates"] and step["squares"] for step in report["steps"])
+    assert all(step["rates"] and step["update"][0] for step in report["steps"])
     return report["ahead"]  # type: ignore[no-any-return]
 
 
@@ -196,7 +196,7 @@ class Counting:
 def test_a_schedule_that_cannot_be_asked_costs_no_step(engine: Engine, count: dict[str, Any]) -> None:
     held: Any = engine
     held.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
-    assert ahead_of(engine, Counting(held.optimizer, **count), TraceRecorder()) == []
+    assert not ahead_of(engine, Counting(held.optimizer, **count), TraceRecorder())
 
 
 def test_the_schedule_of_a_whole_training_is_not_asked(engine: Engine) -> None:
@@ -204,7 +204,7 @@ def test_the_schedule_of_a_whole_training_is_not_asked(engine: Engine) -> None:
     held.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
     calls: list[int] = []
     schedule = schedules.LambdaLR(held.optimizer, lambda count: calls.append(count) or 1.0)  # type: ignore[func-returns-value]
-    assert ahead_of(engine, schedule, TraceRecorder(looks_ahead=False)) == []
+    assert not ahead_of(engine, schedule, TraceRecorder(looks_ahead=False))
     assert calls == [*range(MOST_STEPS + 1)]
 
 
@@ -249,8 +249,7 @@ def test_offloaded_weights_of_stage_3_are_read_where_they_lie(engine: Engine, on
     recorder.after_step(engine)
     found = recorder.report()
     assert found["missing"] == ""
-    assert found["steps"][0]["elements"] == elements
-    assert found["steps"][0]["squares"] == 4.0 * elements
+    assert found["steps"][0]["update"] == [4.0 * elements, elements]
 
 
 def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
@@ -266,10 +265,10 @@ def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
 
 def test_initial_weights_are_read_on_the_host_if_the_default_device_is_another() -> None:
     at, weights = torch.arange(4), torch.ones(4)
-    expected = _projected([(at, weights), None], 8)
+    expected = _projected({0: (at, weights)}, 8)
     torch.set_default_device("meta")
     try:
-        assert _projected([(at, weights), None], 8) == expected
+        assert _projected({0: (at, weights)}, 8) == expected
     finally:
         torch.set_default_device(None)
     assert expected[:3] == [4.0, 4.0, 8]
@@ -284,12 +283,12 @@ def test_other_draws_of_initial_weights_are_told_from_rounded_ones() -> None:
         whole = [torch.ones(512), *(torch.randn(512, generator=generator) * 0.02 for _ in range(2))]
         whole = [one.to(dtype).float() for one in whole]
         parts = [[(p, w[p]) for w in whole for p in [at.chunk(ranks)[rank]]] for rank in range(ranks)]
-        initial = [_projected([*part], 3 * 512) for part in parts]
+        initial = [_projected(dict(enumerate(part)), 3 * 512) for part in parts]
         initial = initial if ranks > 1 else initial * 2  # copies of all
-        step = {"micro_batches": 1, "forwards": 1, "rows": 1, "digest": 0.0, "loss": 1.0, "gradient_norm": 1.0}
-        step |= {"elements": 1, "squares": 1.0, "rates": [1.0], "skipped": False}
+        step = {"micro_batches": 1, "rows": 1, "digest": 0.0, "loss": 1.0, "gradient_norm": 1.0}
+        step |= {"update": [1.0, 1], "rates": [1.0], "skipped": False}
         about = {"stage": 1, "precision": "bf16", "accumulation": 1, "draws": False, "missing": "", "steps": [step]}
-        merged = TrainingTrace.merged([{**about, "weights": one} for one in initial])
+        merged = TrainingTrace.merged([{**about, "initial": one} for one in initial])
         assert merged is not None
         return merged
 

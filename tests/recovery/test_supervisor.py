@@ -107,8 +107,8 @@ def test_a_rung_that_needs_no_less_than_the_oom_is_skipped(launch: Launch) -> No
 
 @pytest.mark.parametrize(("rows", "code"), [(4, 0), (16, 2)])
 def test_another_batch_than_the_studys_ends_the_start(launch: Launch, rows: int, code: int) -> None:
-    step = {"micro_batches": 1, "forwards": 1, "rows": rows, "digest": 0.5, "loss": 1.0, "gradient_norm": 1.0}
-    step |= {"elements": 0, "squares": 0.0, "rates": [1e-4], "skipped": False}
+    step = {"micro_batches": 1, "rows": rows, "digest": 0.5, "loss": 1.0, "gradient_norm": 1.0}
+    step |= {"update": [0.0, 0], "rates": [1e-4], "skipped": False}
     trace = {"steps": [step], "stage": 1, "precision": "fp32", "accumulation": 1, "draws": False, "missing": ""}
     made = launch.make([{"steps": 1, "traced": trace, "wait": code == 2}])
     made._first_step = supervisor.FirstStep("s", 4, None)

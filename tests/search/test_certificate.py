@@ -39,7 +39,7 @@ OWN = Candidate.of({"zero_stage": 0, MICRO_BATCH: 2, ACCUMULATION: 4})
 
 
 def step(at: int, **changes: Any) -> TracedStep:
-    made = TracedStep(4, 4, 16, 0.5 + at, 2.0 - 0.1 * at, 1.0 + 0.05 * at, 1e-3, (1e-3,))
+    made = TracedStep(4, 16, 0.5 + at, 2.0 - 0.1 * at, 1.0 + 0.05 * at, 1e-3, (1e-3,))
     return dataclasses.replace(made, **changes)
 
 
@@ -531,20 +531,13 @@ def test_a_trace_survives_its_storage() -> None:
 
 
 def rank(**changes: Any) -> dict[str, Any]:
-    one: dict[str, Any] = {
-        "micro_batches": 2,
-        "forwards": 2,
-        "rows": 4,
-        "digest": 1.5,
-        "loss": 2.0,
-        "gradient_norm": 3.0,
-    }
-    one |= {"squares": 8.0, "elements": 2, "rates": [0.1], "skipped": False, **changes}
+    one: dict[str, Any] = {"micro_batches": 2, "rows": 4, "digest": 1.5, "loss": 2.0, "gradient_norm": 3.0}
+    one |= {"update": [8.0, 2], "rates": [0.1], "skipped": False, **changes}
     return {"stage": 1, "precision": "fp32", "accumulation": 2, "draws": False, "missing": "", "steps": [one]}
 
 
 def test_ranks_add_rows_and_squares_and_average_losses() -> None:
-    merged = TrainingTrace.merged([rank(), rank(loss=4.0, squares=0.0, elements=0)])
+    merged = TrainingTrace.merged([rank(), rank(loss=4.0, update=[0.0, 0])])
     (found,) = merged.steps
     assert (found.rows, found.digest, found.loss, found.update, found.gradient_norm) == (8, 3.0, 3.0, 2.0, 3.0)
     assert TrainingTrace.merged([rank(), None]) is None
@@ -570,7 +563,7 @@ def test_an_engine_without_steps_keeps_the_place_of_the_next() -> None:
 
 
 def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> None:
-    later = trace(loss=0.3, gradient_norm=0.1, update=5e-4, digest=77.0, micro_batches=8, forwards=8)
+    later = trace(loss=0.3, gradient_norm=0.1, update=5e-4, digest=77.0, micro_batches=8)
     assert structure_differs(trace(), later) == ""
     assert "0.5x the rows" in structure_differs(trace(), scaled(later, ROWS, 0.5))
     assert "learning rate is 0.0001 instead of 0.001" in structure_differs(trace(), scaled(later, RATES, 0.1))
@@ -684,7 +677,7 @@ def test_a_reference_that_is_no_config_of_the_user_is_not_called_theirs() -> Non
 
 def test_figures_are_means_of_the_steps_that_both_runs_have_seen() -> None:
     """Stage 0 reads some steps' norms only. Norms that change from step to step must not look different for it."""
-    steps = [TracedStep(4, 4, 8, 1.0, 2.0, float(norm), 1e-5, (1e-4,)) for norm in (4, 3, 2, 1)]
+    steps = [TracedStep(4, 8, 1.0, 2.0, float(norm), 1e-5, (1e-4,)) for norm in (4, 3, 2, 1)]
     some = [
         dataclasses.replace(step, gradient_norm=None if at in (2, 3) else step.gradient_norm)
         for at, step in enumerate(steps)

@@ -88,6 +88,19 @@ class VariableRead:
     files: set[str] = field(default_factory=set)  # files whose code read it
 
 
+@dataclass(eq=False)
+class OtherEngine:
+    """Engine with an optimizer that was made after the current choice, and may turn out to be the one that trains."""
+
+    engine: Any
+    config: dict[str, Any]  # the script's own
+    optimizer: Any  # optimizer that the script made itself, or None
+    late: bool  # True if the current choice had stepped before this one was made
+    trace: TraceRecorder
+    steps: int = 0  # in a row
+    rows: int = 0  # since its last step
+
+
 @dataclass
 class Context:
     """Task of one rank's hooks, and their observations so far."""
@@ -124,7 +137,7 @@ class Context:
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.config`
     integers: dict[str, int] = field(default_factory=dict)  # positive integers of the script's parsers, by flag
     said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
-    beside: list[Any] = field(default_factory=list)  # `OtherEngine`s made after the one that trains
+    beside: list[OtherEngine] = field(default_factory=list)  # made after the one that trains
     earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.deepspeed`
     trained: bool = False  # True once the engine that trains has had a backward
     trained_steps: int = 0  # optimizer steps of the engine that trains
@@ -158,6 +171,16 @@ class Context:
         if self.candidate is None or self.script.holds_batch:
             return None
         return self.candidate.engine_batch(self.script)
+
+    @property
+    def traces(self) -> list[tuple[Any, TraceRecorder]]:
+        """The engine that trains and those made after it, each with its recorder."""
+        return [(self.engine, self.trace), *((one.engine, one.trace) for one in self.beside)]
+
+    def report(self) -> dict[str, Any]:
+        """Return the report of the engine that trains, with those of the engines made after it."""
+        found, *auxiliary = (trace.report() for _, trace in self.traces)
+        return {**(found or {}), "auxiliary": auxiliary}
 
     def note_said(self, knob: str, value: Any) -> None:
         """Record a batch size from any source in the script. Other values are ignored."""

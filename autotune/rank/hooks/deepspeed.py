@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, 
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks import worst_case
-from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
+from autotune.rank.hooks.base import Context, OtherEngine, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
+from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import backward_prologue
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
@@ -94,8 +95,8 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
         if changed is not config:
             _give_config(given, changed)
         made = _build(context, original, **given)
-        late = context.trained_steps > 0
-        watch(context, OtherEngine(made[0], copy.deepcopy(config), given.get("optimizer"), late))
+        late, trace = context.trained_steps > 0, context.trace.anew()
+        context.beside.append(OtherEngine(made[0], copy.deepcopy(config), given.get("optimizer"), late, trace))
         return made
     try:
         return _made(context, original, given, config)
@@ -149,7 +150,7 @@ def _take(context: Context, rival: OtherEngine) -> None:
         context.module_hook.remove()
         context.module_hook = None
     context.pending.clear()
-    context.trace.restart(len(context.beside))
+    context.trace = context.trace.anew()
     note_own(context, rival.config, again=True)
     try:
         _check_data_parallel(context, rival.engine)
@@ -210,10 +211,12 @@ def _watched(
     context: Context, phase: Phase, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a method of an engine, and report it if the engine trains and this is no evaluation."""
+    other = next((one for one in context.beside if one.engine is engine), None)
+    if other is not None:
+        return _beside(context, other, phase, original, args, kwargs)
     if engine is not context.engine or (phase is Phase.FORWARD and _evaluates(engine.module)):
         return original(engine, *args, **kwargs)
     try:
-        boundary = phase is Phase.STEP and _steps(engine)
         if phase is Phase.FORWARD:
             if context.script.worst_case:
                 kwargs = worst_case.longest(context, args, kwargs)
@@ -222,18 +225,12 @@ def _watched(
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
-            context.trace.gradients_used(engine)
-            if phase is Phase.BACKWARD:
-                note_backward(context)
-                loss, scaled = _loss_of(args, kwargs)
-                context.trace.backward(engine, loss, scaled=scaled)
             context.watcher.entered(phase)
-        with context.trace.step(engine) if boundary else nullcontext():
-            context.inside = phase
-            result = original(engine, *args, **kwargs)
         if phase is Phase.BACKWARD:
-            context.trace.gradients_made(engine)
-        if boundary:
+            note_backward(context)
+        context.inside = phase
+        result, stepped = _traced(context.trace, phase, original, engine, args, kwargs)
+        if stepped:
             context.trained_steps += 1
             context.watcher.stepped()
     except BaseException as error:
@@ -242,6 +239,41 @@ def _watched(
     finally:
         context.inside = None
     return result
+
+
+def _beside(
+    context: Context, other: OtherEngine, phase: Phase, original: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a method of an engine that was made later, and report its steps with the rows since the preceding one."""
+    import torch
+
+    if phase is Phase.FORWARD and torch.is_grad_enabled():
+        rows = sizes_of(args, kwargs).rows
+        other.rows += rows
+        other.trace.forward(first_tensor(args, kwargs), rows, certain=other.engine.module.training)
+    result, stepped = _traced(other.trace, phase, original, other.engine, args, kwargs)
+    if stepped:
+        context.watcher.auxiliary_stepped(context.beside.index(other), other.rows)
+        other.rows = 0
+        _note_step(context, other)
+    return result
+
+
+def _traced(
+    trace: TraceRecorder, phase: Phase, original: Callable[..., Any], engine: Any, args: Any, kwargs: Any
+) -> tuple[Any, bool]:
+    """Call a method of an engine and record it. Return its result, and True if it was an optimizer step."""
+    stepped = phase is Phase.STEP and _steps(engine)
+    if phase is not Phase.FORWARD:
+        trace.gradients_used(engine)
+    if phase is Phase.BACKWARD:
+        loss, scaled = _loss_of(args, kwargs)
+        trace.backward(engine, loss, scaled=scaled)
+    with trace.step(engine) if stepped else nullcontext():
+        result = original(engine, *args, **kwargs)
+    if phase is Phase.BACKWARD:
+        trace.gradients_made(engine)
+    return result, stepped
 
 
 def _loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
@@ -255,13 +287,12 @@ def _autograd_backward(
 ) -> Any:
     """Note the tensor of a backward that a script starts without its engine."""
     trace = context.trace
-    if context.inside or not trace.records:
-        return original(tensors, *args, **kwargs)
-    trace.root(tensors)
+    if not context.inside and trace.records:
+        trace.root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) else tensors
     try:
         return original(tensors, *args, **kwargs)
     finally:
-        trace.root(None)
+        trace.root = None
 
 
 def _clip(context: Context, original: Callable[..., Any], /, parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,8 +302,9 @@ def _clip(context: Context, original: Callable[..., Any], /, parameters: Any, *a
     each = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     result = original(each, *args, **kwargs)
     limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
-    if context.engine is not None and isinstance(limit, int | float):
-        context.trace.clipped(context.engine, each, float(limit))
+    if isinstance(limit, int | float):
+        for engine, trace in context.traces:
+            trace.clipped(engine, each, limit)
     return result
 
 
@@ -301,7 +333,9 @@ def _evaluates(module: Any) -> bool:
 
 def _loss_backward(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
     """Report the beginning of a backward from any caller."""
-    return original(engine) if context.inside else _watched(context, Phase.BACKWARD, original, engine)
+    if context.inside or engine is not context.engine:
+        return original(engine)
+    return _watched(context, Phase.BACKWARD, original, engine)
 
 
 def _steps(engine: Any) -> bool:
@@ -466,17 +500,6 @@ _ENDED = 2  # the current choice had stepped before the other was made
 _SILENT = 16  # neither applies; two engines may alternate, such as a critic's many steps with a generator's one
 
 
-@dataclass(eq=False)
-class OtherEngine:
-    """Engine with an optimizer that was made after the current choice, and may turn out to be the one that trains."""
-
-    engine: Any
-    config: dict[str, Any]  # the script's own
-    optimizer: Any  # optimizer that the script made itself, or None
-    late: bool  # True if the current choice had stepped before this one was made
-    steps: int = 0  # in a row
-
-
 def note_backward(context: Context) -> None:
     """Record a backward of the engine that trains: other engines then alternate with it."""
     context.trained = True
@@ -499,7 +522,7 @@ def _note_step(context: Context, other: OtherEngine) -> None:
 
 # -- auxiliary engines -------------------------------------------------------------------------------------------------
 #
-# Auxiliary engines (a critic, a discriminator): set their batch like that of the first engine, and count it.
+# Auxiliary engines (a critic, a discriminator): set their batch like that of the first engine.
 
 
 def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -515,47 +538,6 @@ def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in copy.deepcopy(config).items() if key not in BATCH_KEYS}
     found[MICRO_BATCH], found[ACCUMULATION] = context.batch
     return found
-
-
-def watch(context: Context, other: OtherEngine) -> None:
-    """Report every optimizer step of an engine to the watcher, with the rows since the preceding step.
-
-    Reports end if the engine turns out to be the one that trains, or to precede it.
-    """
-    import torch
-
-    engine, rows = other.engine, 0
-    context.beside.append(other)
-    trace = context.trace.add_auxiliary()
-
-    def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal rows
-        if torch.is_grad_enabled() and other in context.beside:
-            found = sizes_of(args, kwargs).rows
-            rows += found
-            if trace.records:
-                trace.forward(first_tensor(args, kwargs), found, certain=engine.module.training)
-        return original(*args, **kwargs)
-
-    def backward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if other in context.beside:
-            loss, scaled = _loss_of(args, kwargs)
-            trace.backward(engine, loss, scaled=scaled)
-        return original(*args, **kwargs)
-
-    def step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal rows
-        boundary = _steps(engine) and other in context.beside
-        with trace.step(engine) if boundary else nullcontext():
-            result = original(*args, **kwargs)
-        if boundary and other in context.beside:
-            context.watcher.auxiliary_stepped(context.beside.index(other), rows)
-            rows = 0
-            _note_step(context, other)
-        return result
-
-    for name, wrapped in (("forward", forward), ("backward", backward), ("step", step)):
-        context.patches.wrap(engine, name, wrapped)
 
 
 # -- lightning ---------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_what_a_script_does_around_its_engine_is_in_the_trace(found: dict[str, A
     assert {name for name, count in outside.items() if count} == {"steps beside at 0"}
     assert outside["steps beside at 0"] == ACCUMULATION
 
-    moving = {name for name, one in found.items() if any(step["buffer_squares"] for step in one["steps"])}
+    moving = {name for name, one in found.items() if any(step["buffers"][0] for step in one["steps"])}
     assert moving == {"batch norm at 0"}
 
     assert found["plain at 3"]["epoch_steps"] == ROWS / MICRO_BATCH / ACCUMULATION
