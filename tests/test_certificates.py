@@ -11,7 +11,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.faults import job_facts
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.script.profile import own_candidate
-from autotune.search.certificate import Certificate, Certifier, Verdict
+from autotune.search.certificate import Certificate, Certifier, Verdict, length_lines
 from autotune.search.trials import SEARCH, VERIFY
 from tests.conftest import SCRIPTS, Scripts
 
@@ -107,8 +107,9 @@ def test_a_loop_that_counts_iterations_is_told_of_its_length(scripts: Scripts, t
     found, own, certifier = probed(scripts, tmp_path, "counts")
     outcome = scripts.measure(found, own.but(**OTHER_CUT))
     assert outcome.trace is not None
-    (line,) = certifier.length_lines(outcome.trace)
+    assert certifier.reference is not None
+    (line,) = length_lines(certifier.reference, outcome.trace)
     assert line.startswith("`at >= args.iterations` (by_hand.py:")
     assert line.endswith("after 600 optimizer steps instead of 300. Multiply the limit by 0.5")
     assert found.baseline.trace is not None
-    assert certifier.length_lines(found.baseline.trace) == []
+    assert length_lines(certifier.reference, found.baseline.trace) == []

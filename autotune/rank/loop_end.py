@@ -8,18 +8,18 @@ import itertools
 import linecache
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _OF_LIBRARIES = ("site-packages", "dist-packages", str(Path(__file__).parents[1]))
 _CALLED = {"len", "int", "min", "max", "abs"}  # functions that a condition may call without an effect
 
 
-@dataclass(frozen=True)
-class _Condition:
+class _Condition(NamedTuple):
     """Comparison of a loop's counter with its limit."""
 
+    loop: ast.For | ast.While
+    line: int
     counter: str  # expression; a loop over a range has its variable
     limit: str
     text: str  # text of the user
@@ -38,15 +38,19 @@ class LoopEnds:
 
     def note(self, frame: types.FrameType | None) -> None:
         """Read the conditions of all loops in whose bodies this frame and its callers are."""
+        now = dict[tuple[str, str], tuple[float, float]]()
         while frame is not None:
             name = frame.f_code.co_filename
-            if not any(part in name for part in _OF_LIBRARIES):
-                for line, condition in _conditions(name, frame.f_lineno, frame.f_code.co_firstlineno):
-                    counter, limit = _value(condition.counter, frame), _value(condition.limit, frame)
+            is_users = not any(part in name for part in _OF_LIBRARIES)
+            for one in _conditions(name) if is_users else ():
+                if one.loop.lineno <= frame.f_lineno <= (one.loop.end_lineno or 0):
+                    counter, limit = _value(one.counter, frame), _value(one.limit, frame)
                     if counter is not None and limit is not None:
-                        where = f"`{condition.text}` ({Path(name).name}:{line})"
-                        self._seen.setdefault((where, condition.counter), []).append((counter, limit))
+                        where = f"`{one.text}` ({Path(name).name}:{one.line})"
+                        now[where, one.counter] = counter, limit
             frame = frame.f_back
+        for condition, values in now.items():  # once, also within several loops
+            self._seen.setdefault(condition, []).append(values)
 
     @property
     def optimizer_steps(self) -> dict[str, float]:
@@ -61,53 +65,30 @@ class LoopEnds:
 
 
 @functools.cache
-def _loops(file: str) -> list[tuple[ast.For | ast.While, int]]:
-    """Return the loops of a file, each with the first line of its function (decorators included); 0 outside of one."""
+def _conditions(file: str) -> list[_Condition]:
+    """Return the conditions of all loops in a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    found = []
-
-    def visit(node: ast.AST, function: int) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.For | ast.While):
-                found.append((child, function))
-            inside = function
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                inside = min([child.lineno, *(one.lineno for one in child.decorator_list)])
-            visit(child, inside)
-
-    visit(tree, 0)
-    return found
+    return [one for loop in ast.walk(tree) if isinstance(loop, ast.For | ast.While) for one in _conditions_of(loop)]
 
 
-@functools.lru_cache
-def _conditions(file: str, line: int, first_line: int) -> tuple[tuple[int, _Condition], ...]:
-    """Return (line, condition) of each loop around a line of a function or module that begins at another line."""
-    found = list[tuple[int, _Condition]]()
-    for loop, function in _loops(file):
-        if function in (first_line, 0) and loop.lineno <= line <= (loop.end_lineno or loop.lineno):
-            found += _conditions_of(loop)
-    return tuple(found)
-
-
-def _conditions_of(loop: ast.For | ast.While) -> Iterator[tuple[int, _Condition]]:
+def _conditions_of(loop: ast.For | ast.While) -> Iterator[_Condition]:
     if isinstance(loop, ast.For) and _called(loop.iter) == "range" and isinstance(loop.target, ast.Name):
         arguments = loop.iter.args  # type: ignore[attr-defined]
         limit = ast.unparse(arguments[min(1, len(arguments) - 1)])
         text = f"for {loop.target.id} in {ast.unparse(loop.iter)}"
-        yield loop.lineno, _Condition(loop.target.id, limit, text)
+        yield _Condition(loop, loop.lineno, loop.target.id, limit, text)
     tests = [loop.test] if isinstance(loop, ast.While) else []
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and any(isinstance(one, ast.Break | ast.Return) for one in node.body):
             tests.append(node.test)
-    for test in tests:
-        for one in ast.walk(test):
-            if isinstance(one, ast.Compare) and len(one.ops) == 1:
-                left, right = ast.unparse(one.left), ast.unparse(one.comparators[0])
-                for counter, limit in ((left, right), (right, left)):
-                    yield one.lineno, _Condition(counter, limit, ast.unparse(one))
+    for one in itertools.chain.from_iterable(map(ast.walk, tests)):
+        if isinstance(one, ast.Compare) and len(one.ops) == 1:
+            left, right = ast.unparse(one.left), ast.unparse(one.comparators[0])
+            for counter, limit in ((left, right), (right, left)):
+                yield _Condition(loop, one.lineno, counter, limit, ast.unparse(one))
 
 
 def _called(node: ast.AST) -> str:

@@ -9,13 +9,15 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
+Original = Callable[..., Any]  # function or method that is replaced, which the function in its place may call
+
 
 class Patches(ExitStack):
     """Attributes replaced in one rank. `close` restores all of them, the last replaced first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._originals: dict[tuple[int, str], Callable[..., Any]] = {}
+        self._originals: dict[tuple[int, str], Original] = {}
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replace `owner.name` by a function that calls `around` with the original as its first argument.
@@ -43,9 +45,9 @@ class Patches(ExitStack):
             self.callback(delattr, owner, name)
         setattr(owner, name, value)
 
-    def original(self, owner: Any, name: str) -> Callable[..., Any]:
+    def original(self, owner: Any, name: str) -> Original:
         """Return `owner.name` from before its first wrap, or its current value without a wrap."""
-        found: Callable[..., Any] = self._originals.get((id(owner), name)) or getattr(owner, name)
+        found: Original = self._originals.get((id(owner), name)) or getattr(owner, name)
         return found
 
     def set_environment(self, name: str, value: str) -> None:

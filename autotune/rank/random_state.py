@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from autotune.rank.patches import Patches
+from autotune.rank.patches import Original, Patches
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
 _MOST_SEEDS = 64  # that a script names; a data set may name one for each sample
@@ -48,7 +48,7 @@ class RandomState:
             self._known.setdefault(place, deque()).append(seed)
         # last generators of torch and numpy that the script has made; numpy's allow no weak reference
         self._own: deque[Any] = deque(maxlen=_MOST_WATCHED)
-        self._marked: tuple[list[tuple[Any, Any]], tuple[Any, ...]] | None = None
+        self.marked: tuple[list[tuple[Any, Any]], tuple[Any, ...]] | None = None
 
     def seed(self, seed: int) -> None:
         """Seed the global generators; torch alike on all ranks, as by default, the others by rank."""
@@ -99,12 +99,13 @@ class RandomState:
         def urandom(_: Any, count: int, /) -> bytes:
             return self._bytes(count)
 
-        def seed_python(original: Callable[..., Any], made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            naming = a is None and _caller(3) in _NAMING  # called by `wrap`, by `Random.__init__`
+        def seed_python(original: Original, made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
+            caller = sys._getframe(3).f_globals  # of `Random.__init__`, which calls `wrap`
+            naming = a is None and caller.get("__name__") in _NAMING
             number = kernel(16) if naming else self._number() if a is None else self._repeated(a)
             original(made, number, *args, **kwargs)
 
-        def seed_default(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        def seed_default(original: Original, /, *args: Any, **kwargs: Any) -> None:
             named = [name for name in ("a", "seed") if kwargs.get(name) is not None]
             if args and args[0] is not None:
                 original(self._repeated(args[0]), *args[1:], **kwargs)
@@ -113,7 +114,7 @@ class RandomState:
             else:
                 original(self._number() % 2**32)
 
-        def seed_all(original: Callable[..., Any], /, seed: Any) -> Any:
+        def seed_all(original: Original, /, seed: Any) -> Any:
             number, theirs = self._repeated(seed), self._is_scripts
             self._is_scripts = False  # `torch.manual_seed` calls `torch.cuda.manual_seed_all`
             try:
@@ -125,7 +126,7 @@ class RandomState:
             torch.manual_seed(number := self._number())
             return number
 
-        def noted(original: Callable[..., Any], /, seed: Any = None) -> Any:
+        def noted(original: Original, /, seed: Any = None) -> Any:
             return self._note(original(seed if seed is None else self._repeated(seed)))
 
         patches.wrap(os, "urandom", urandom)
@@ -224,9 +225,8 @@ class RandomState:
 
     def mark(self) -> None:
         """Remember the states of all generators at the first forward, for `has_drawn`."""
-        if self._marked is None:
-            self.leave_seeds()
-            self._marked = [(one, _state(one)) for one in self._own], self._states()
+        self.leave_seeds()
+        self.marked = [(one, _state(one)) for one in self._own], self._states()
 
     def has_drawn(self) -> bool:
         """Return True if random numbers were drawn since `mark`.
@@ -234,23 +234,13 @@ class RandomState:
         A generator that was made since then counts if its seed was drawn. One that the script seeds by a row's number
         or by a counter draws what it would draw in every run.
         """
-        if self._marked is None:
+        if self.marked is None:
             return False
-        own, states = self._marked
+        own, states = self.marked
         return self._states() != states or any(_state(one) != state for one, state in own)
 
     def _states(self) -> tuple[Any, ...]:
         return (*_global_states(), self._entropy.getstate())
-
-
-def _caller(steps: int) -> str:
-    """Return the name of the module whose frame is this many calls above the caller's; empty if there is none."""
-    frame = sys._getframe(1)
-    for _ in range(steps):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _package(module: str) -> str:

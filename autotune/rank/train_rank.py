@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -41,6 +40,7 @@ from autotune.rank.checkpoints import (
 from autotune.rank.hooks.base import Context, TrainingObserver
 from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.measure import run_script
+from autotune.rank.patches import Original
 from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import import_or_none
 from autotune.util.linux import ignore_user_signals
@@ -102,7 +102,7 @@ class TrainRank(BaseRank, TrainingObserver):
         if arguments_class is None:
             return
 
-        def post_init(original: Callable[..., Any], arguments: Any) -> None:
+        def post_init(original: Original, arguments: Any) -> None:
             if isinstance(arguments.output_dir, str):
                 folder = Path(os.path.expanduser(arguments.output_dir)).resolve()
                 if self.number == 0:
@@ -124,7 +124,7 @@ class TrainRank(BaseRank, TrainingObserver):
             return
 
         def train(
-            original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+            original: Original, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             folder = Path(trainer.args.output_dir).resolve()
             return original(trainer, self._resumed(folder, resume_from_checkpoint), *args, **kwargs)
@@ -193,7 +193,7 @@ class TrainRank(BaseRank, TrainingObserver):
         from deepspeed.runtime.engine import DeepSpeedEngine
 
         def load_checkpoint(
-            original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+            original: Original, engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             folder, latest = Path(load_dir), tag is None
             tag = self._sound_tag(folder) if latest else tag
@@ -208,7 +208,7 @@ class TrainRank(BaseRank, TrainingObserver):
                 self._tell_resumed(str(found[0]))
             return found
 
-        def save_checkpoint(original: Callable[..., Any], engine: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        def save_checkpoint(original: Original, engine: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
             if str(save_dir) not in self.written:
                 self.written.append(str(save_dir))
             return original(engine, save_dir, *args, **kwargs)

@@ -91,12 +91,15 @@ class TraceRecorder:
             rows: rows of the forward.
             certain: False in evaluation mode, in which a forward counts only if a backward follows.
         """
+        import torch
+
         if not self.records:
             return
         with self._recording():
-            if self._autocast is None:
+            if self._random.marked is None:
                 self._random.mark()
-                self._autocast = any(map(_casts, ("cpu", "cuda")))
+            if self._autocast is None:
+                self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             self._in_backward = False
             if certain:
                 self._pending.clear()
@@ -189,6 +192,8 @@ class TraceRecorder:
 
     def before_step(self, engine: Any) -> None:
         """Record learning rates and weights before the optimizer runs."""
+        from autotune.rank import devices
+
         if not self.records:
             return
         with self._recording(alone=True):
@@ -197,7 +202,11 @@ class TraceRecorder:
             if self._sample is None:
                 self._sample = _sampled(engine.module)
                 about["stage"] = int(engine.zero_optimization_stage())
-                about["precision"] = self._precision(engine)
+                about["precision"] = precision_of(engine)
+                by_engine = getattr(engine, "torch_autocast_enabled", lambda: False)()
+                # GPUs round 32-bit factors of products to TF32: cuDNN by default, cuBLAS if the script allows it.
+                if about["precision"] == "fp32" and (by_engine or self._autocast or devices.in_use()):
+                    about["precision"] = "mixed"
                 about["accumulation"] = int(engine.gradient_accumulation_steps())
                 self._schedule = _schedule_of(engine) if self._looks_ahead else None
                 self._schedule_began = _count_of(self._schedule)
@@ -214,15 +223,6 @@ class TraceRecorder:
             self._weights = _weights(engine, self._sample)
             if not about["initial"]:
                 about["initial"] = _projected(self._weights, sum(len(positions) for _, positions in self._sample))
-
-    def _precision(self, engine: Any) -> str:
-        from autotune.rank import devices
-
-        if engine.bfloat16_enabled() or engine.fp16_enabled():
-            return "bf16" if engine.bfloat16_enabled() else "fp16"
-        by_engine = getattr(engine, "torch_autocast_enabled", lambda: False)()
-        # GPUs round 32-bit factors of products to TF32: cuDNN by default, cuBLAS if the script allows it.
-        return "mixed" if by_engine or self._autocast or devices.in_use() else "fp32"
 
     def after_step(self, engine: Any) -> None:
         """Record the gradient norm and the update, and end the step."""
@@ -327,15 +327,11 @@ def _schedule_of(engine: Any) -> Any:
         optimizers.append(one)
         one = getattr(one, "optimizer", None)
     # torch marks the step of an optimizer that has a schedule. Without one, no search through all objects.
-    marked = [one for one in optimizers if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched")]
-    if not marked:
+    if not any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in optimizers):
         return None
-    # An object's attributes may lie in a separate dict. Python code would take a second for millions of objects.
-    holders = gc.get_referrers(*marked)
-    owners = gc.get_referrers(*(one for one in holders if type(one) is dict))
-    kind, each = torch.optim.lr_scheduler.LRScheduler, {id(one): one for one in (*holders, *owners)}
-    known = [one for one in each.values() if issubclass(type(one), kind)]
-    found = [one for one in known if any(getattr(one, "optimizer", None) is of for of in marked)]
+    kind = torch.optim.lr_scheduler.LRScheduler
+    known = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    found = [one for one in known if any(getattr(one, "optimizer", None) is of for of in optimizers)]
     parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     whole = [one for one in found if id(one) not in parts]
     return whole[0] if len(whole) == 1 else None
@@ -408,12 +404,6 @@ def _digest(tensor: Any) -> Any:
     rows = tensor.detach().reshape(tensor.shape[0], -1)[:, :_OF_A_ROW].double()
     weights = torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float64).sqrt()
     return torch.sin(rows @ weights).sum()
-
-
-def _casts(device: str) -> bool:
-    import torch
-
-    return torch.is_autocast_enabled(device)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -544,6 +534,13 @@ def _stage_3_part(parameter: Any) -> Any:
     if optimizer._swappable_optimizer_subgroup(group):
         return None
     return optimizer.fp32_partitioned_groups_flat[group].narrow(0, start, count)
+
+
+def precision_of(engine: Any) -> str:
+    """Return the precision of an engine's weights."""
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
 
 
 def _loss_scale(engine: Any) -> float:

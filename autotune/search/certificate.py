@@ -94,9 +94,8 @@ def with_floor(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
         other: trace of another run of the same config.
     """
     floor = dict(reference.floor)
-    for name in _FIELDS:
-        if found := _differences(reference, other, name):
-            floor[name] = max(floor.get(name, 0.0), _root_mean_square(found))
+    for name, found in Runs(reference, other).differences.items():
+        floor[name] = max(floor.get(name, 0.0), _root_mean_square(found))
     pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
     known = tuple(with_floor(one, again) for one, again in pairs)
     return dataclasses.replace(reference, floor=floor, auxiliary=(*known, *reference.auxiliary[len(known) :]))
@@ -131,14 +130,14 @@ def compare(
         own: the config of the reference.
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
-    found = _verdict(Pair(reference, own, trace, candidate, is_users))
+    found = _verdict(Pair(reference, trace, own, candidate, is_users))
     unknown = ""
     untraced = TrainingTrace((), 0, "fp32", 1)
     pairs = itertools.zip_longest(reference.auxiliary, trace.auxiliary, fillvalue=untraced)
     for number, (theirs, mine) in enumerate(pairs, 2):
         if found.verdict is Verdict.DIFFERS:
             return found
-        one = _verdict(Pair(theirs, own, mine, candidate, is_users))
+        one = _verdict(Pair(theirs, mine, own, candidate, is_users))
         if one.verdict is Verdict.DIFFERS:
             return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
         if one.verdict is Verdict.NOT_COMPARED:
@@ -172,11 +171,6 @@ class Seen(NamedTuple):
         return self.mine / self.theirs if self.theirs else math.inf
 
     @property
-    def excess(self) -> float:
-        """Factor beyond 1."""
-        return self.factor - 1.0
-
-    @property
     def difference(self) -> float:
         """Size of the logarithm of the factor."""
         if self.mine == self.theirs or max(abs(self.mine), abs(self.theirs)) <= _TINY:
@@ -207,29 +201,85 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Traces of one engine under two configs."""
+class Runs:
+    """Traces of one engine in two runs."""
 
     reference: TrainingTrace
-    own: Candidate
     trace: TrainingTrace
-    candidate: Candidate
-    is_users: bool
-
-    @property
-    def your(self) -> str:
-        """Possessive of the reference."""
-        return "your" if self.is_users else "the reference's"
-
-    @property
-    def yours(self) -> str:
-        """Possessive of the reference, without a noun."""
-        return "yours" if self.is_users else "the reference's"
 
     @property
     def traces(self) -> tuple[TrainingTrace, TrainingTrace]:
         """Both traces, the reference's first."""
         return self.reference, self.trace
+
+    @functools.cached_property
+    def steps(self) -> list[tuple[TracedStep, TracedStep]]:
+        """Steps until the first one that only one run skipped, because its weights are one update behind since.
+
+        Loss scales of one config differ by stage: after an overflow, stage 0 halves its own at once, and ZeRO at the second
+        overflow (`hysteresis`).
+        """
+        both = zip(self.reference.steps, self.trace.steps, strict=False)
+        return list(itertools.takewhile(lambda pair: pair[0].skipped == pair[1].skipped, both))
+
+    @functools.cached_property
+    def compared(self) -> list[tuple[TracedStep, TracedStep]]:
+        """Steps until the first one on other rows, because weights have differed since; none if the first is."""
+        return list(itertools.takewhile(_has_same_rows, self.steps))
+
+    @property
+    def has_same_rows(self) -> bool:
+        """True unless the runs are known to train on other rows from their first step on."""
+        return bool(self.compared) or not self.steps
+
+    @property
+    def has_same_weights(self) -> bool:
+        """True unless the runs are known to begin with other weights."""
+        one, other = (trace.initial for trace in self.traces)
+        return not one or not other or math.dist(one, other) / math.sqrt(len(one)) <= _SAME_INITIAL
+
+    @property
+    def counts_ahead(self) -> int:
+        """1 if Adam's step counter is one ahead only in the second run, -1 if only in the reference."""
+        return _is_early(self.trace) - _is_early(self.reference)
+
+    def values(self, name: str) -> list[tuple[float, float]]:
+        """Return both values of a number in each step that both have seen."""
+        pairs, field = self.compared or self.steps, _FIELDS[name]
+        if name != UPDATE and self.counts_ahead:
+            pairs = pairs[:1]  # Adam's step counter has led to other weights since
+        values = [(getattr(theirs, field), getattr(mine, field)) for theirs, mine in pairs if not theirs.skipped]
+        return [(theirs, mine) for theirs, mine in values if theirs is not None and mine is not None]
+
+    @functools.cached_property
+    def differences(self) -> dict[str, list[float]]:
+        """Logarithms of the ratios of each step, of values of any sign, by number that was seen."""
+        found: dict[str, list[float]] = {}
+        for name in _FIELDS:
+            values, smallest = self.values(name), _TINY
+            if name == LOSS:
+                smallest = max([_SMALL_LOSS, *(_SMALL_SHARE * abs(theirs) for theirs, _ in values)])
+            for theirs, mine in values:
+                size = max(abs(theirs), abs(mine))
+                if name == LOSS or size > _TINY:
+                    share = (mine - theirs) / max(size, smallest)
+                    ratio = math.copysign(math.log(max(_CLAMP, 1.0 - min(1.0, abs(share)))), share)
+                    found.setdefault(name, []).append(ratio)
+        return found
+
+
+@dataclass(frozen=True)
+class Pair(Runs):
+    """Traces of one engine under two configs."""
+
+    own: Candidate
+    candidate: Candidate
+    is_users: bool
+
+    @property
+    def yours(self) -> str:
+        """Possessive of the reference."""
+        return "yours" if self.is_users else "the reference's"
 
     @property
     def stage(self) -> int:
@@ -251,21 +301,10 @@ class Pair:
         """Both micro-batches in words."""
         return f"micro-batch {self.candidate.micro_batch} instead of {self.own.micro_batch}"
 
-    @functools.cached_property
-    def steps(self) -> list[tuple[TracedStep, TracedStep]]:
-        """Steps that both runs made."""
-        return _paired(*self.traces)
-
     @property
     def runs(self) -> Iterator[tuple[TracedStep, ...]]:
         """Those steps of each run, the reference's first."""
         return zip(*self.steps, strict=True)
-
-    @functools.cached_property
-    def differences(self) -> dict[str, list[float]]:
-        """Logarithms of the ratios of each step, by number that was seen."""
-        each = {name: _differences(*self.traces, name) for name in _FIELDS}
-        return {name: found for name, found in each.items() if found}
 
     @property
     def numbers(self) -> list[str]:
@@ -276,12 +315,7 @@ class Pair:
     def is_exact(self) -> bool:
         """True if the runs trained on the same rows from the same weights, and no noise between runs is known."""
         is_noise_known = self.reference.draws and not self.noise_is_unknown
-        return same_rows(*self.traces) and same_weights(*self.traces) and not is_noise_known
-
-    @property
-    def counts_ahead(self) -> int:
-        """1 if Adam's step counter is one ahead only in the candidate, -1 if only in the reference."""
-        return _is_early(self.trace) - _is_early(self.reference)
+        return self.has_same_rows and self.has_same_weights and not is_noise_known
 
     def mean(self, name: str) -> float:
         """Return the mean difference, without the effect of Adam's step counter in updates of stage 0 in 16 bits."""
@@ -314,9 +348,9 @@ class Pair:
         """
         reference = self.reference
         floor = _FLOORS * reference.floor.get(name, 0.0)
-        if not same_weights(*self.traces) or (self.noise_is_unknown and not self.is_users):
+        if not self.has_same_weights or (self.noise_is_unknown and not self.is_users):
             floor = _MOST
-        elif not same_rows(*self.traces):
+        elif not self.has_same_rows:
             values = [abs(value) for step in reference.counted if (value := getattr(step, _FIELDS[name]))]
             logs = [math.log(value) for value in values if value > _TINY]
             floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
@@ -387,9 +421,9 @@ class Pair:
     @property
     def noise(self) -> str:
         """Reason why the two runs do not agree closely."""
-        if not same_weights(*self.traces):
+        if not self.has_same_weights:
             return "its initial weights differ from run to run"
-        if not same_rows(*self.traces):
+        if not self.has_same_rows:
             return "its rows differ from run to run"
         return "the noise of its random numbers" if self.reference.draws else "two runs of it differ"
 
@@ -407,8 +441,8 @@ _STAGE = "zero_stage"
 _TEXTS = {
     "steps": "fewer than {seen.theirs} optimizer steps were traced",
     "initial weights": "initial weights were not seen (an earlier version, or NVMe)",
-    "samples": "each step trains on {seen.mine} samples a rank, and on {seen.theirs} with {pair.your} config",
-    ROWS: "it trains on {seen.factor:.3g}x {pair.your} rows in an optimizer step",
+    "samples": "each step trains on {seen.mine} samples a rank, and on {seen.theirs} with {pair.yours}",
+    ROWS: "its optimizer steps have {seen.factor:.3g}x the rows of {pair.yours}",
     "epoch": (
         "its loader gives {seen.mine:.4g} optimizer steps an epoch instead of {seen.theirs:.4g}, because the last batch of "
         "an epoch is smaller than the others, or dropped"
@@ -443,7 +477,7 @@ _TEXTS = {
     "numbers": "{seen.name} is {seen.factor:.4g}x of {pair.yours}{pair.besides}",
     "scatter": "{seen.name} is {pair.scattered:.1%} off {pair.yours} in a step, up or down",
     "noise": "a factor of {seen.factor:.2g} in its {seen.name} would stay unseen: {pair.noise}",
-    "closeness": "compared only to within {seen.excess:.0%}: {pair.noise}",
+    "closeness": "compared only to within a factor of {seen.factor:.2f}: {pair.noise}",
 }
 _BUILDS_UP = ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
 # Reasons why a number is proportional to the micro-batch (1) or to the accumulation (-1). Measured:
@@ -570,7 +604,7 @@ def _nothing_seen(pair: Pair) -> list[Seen]:
 
 def _noise_of_other_rows(pair: Pair) -> list[Seen]:
     floor = pair.reference.floor
-    each = [] if same_rows(*pair.traces) else pair.beyond[:1]
+    each = [] if pair.has_same_rows else pair.beyond[:1]
     return [
         seen
         for seen in each
@@ -697,7 +731,7 @@ REMARKS = (
 def _figures(pair: Pair) -> str:
     parts = []
     for name in pair.numbers:
-        theirs, mine = map(statistics.fmean, zip(*_values(*pair.traces, name), strict=True))
+        theirs, mine = map(statistics.fmean, zip(*pair.values(name), strict=True))
         parts.append(f"{name} {mine:.4g} / {theirs:.4g}")
     if UPDATE in pair.numbers:
         moved = " (stage 0 counts Adam's steps one ahead)" if pair.counts_ahead else ""
@@ -720,29 +754,6 @@ def rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, is_cut: bool 
     return rows.factor
 
 
-def _values(reference: TrainingTrace, trace: TrainingTrace, name: str) -> list[tuple[float, float]]:
-    """Return (reference's, candidate's) values of each step that both have seen."""
-    pairs, field = _compared(reference, trace), _FIELDS[name]
-    if name != UPDATE and _is_early(reference) != _is_early(trace):
-        pairs = pairs[:1]  # Adam's step counter has led to other weights since
-    values = [(getattr(theirs, field), getattr(mine, field)) for theirs, mine in pairs if not theirs.skipped]
-    return [(theirs, mine) for theirs, mine in values if theirs is not None and mine is not None]
-
-
-def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> list[float]:
-    """Return the logarithm of the ratio of each step, of values of any sign; empty if a trace lacks the quantity."""
-    values, smallest = _values(reference, trace, name), _TINY
-    if name == LOSS:
-        smallest = max([_SMALL_LOSS, *(_SMALL_SHARE * abs(theirs) for theirs, _ in values)])
-    found = []
-    for theirs, mine in values:
-        size = max(abs(theirs), abs(mine))
-        if name == LOSS or size > _TINY:
-            share = (mine - theirs) / max(size, smallest)
-            found.append(math.copysign(math.log(max(_CLAMP, 1.0 - min(1.0, abs(share)))), share))
-    return found
-
-
 def _least(name: str, *traces: TrainingTrace) -> float:
     """Return the smallest tolerance of a quantity.
 
@@ -756,36 +767,9 @@ def _least(name: str, *traces: TrainingTrace) -> float:
     return max(LEAST_TOLERANCE[precision] for precision in precisions)
 
 
-def _paired(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
-    """Return the steps until the first one that only one run skipped, because its weights are one update behind since.
-
-    Loss scales of one config differ by stage: after an overflow, stage 0 halves its own at once, and ZeRO at the second
-    overflow (`hysteresis`).
-    """
-    both = zip(reference.steps, trace.steps, strict=False)
-    return list(itertools.takewhile(lambda pair: pair[0].skipped == pair[1].skipped, both))
-
-
-def _compared(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
-    """Return the steps until the first one on other rows, or all if the first is; weights have differed since."""
-    pairs = _paired(reference, trace)
-    return list(itertools.takewhile(lambda pair: _same_rows(*pair), pairs)) or pairs
-
-
-def same_rows(one: TrainingTrace, other: TrainingTrace) -> bool:
-    """Return True unless two runs are known to train on other rows from their first step on."""
-    return all(_same_rows(*pair) for pair in _paired(one, other)[:1])
-
-
-def _same_rows(one: TracedStep, other: TracedStep) -> bool:
+def _has_same_rows(pair: tuple[TracedStep, TracedStep]) -> bool:
+    one, other = pair
     return abs(one.digest - other.digest) <= _SAME_ROWS * max(1.0, one.rows)
-
-
-def same_weights(one: TrainingTrace, other: TrainingTrace) -> bool:
-    """Return True unless the runs are known to begin with other weights."""
-    if not one.initial or not other.initial:
-        return True
-    return math.dist(one.initial, other.initial) / math.sqrt(len(one.initial)) <= _SAME_INITIAL
 
 
 def _is_early(trace: TrainingTrace) -> bool:
@@ -816,7 +800,7 @@ class Certifier:
         self._job = job
         script = job.script
         self.own = own_candidate(script) if script is not None and script.profile.is_known else None
-        self._reference: TrainingTrace | None = None  # trace of `own`
+        self.reference: TrainingTrace | None = None  # trace of `own`
 
     @classmethod
     def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
@@ -829,7 +813,7 @@ class Certifier:
 
     def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Take the reference from a trial; a repeated run of the same config raises the noise floor."""
-        trace, reference = outcome.trace, self._reference
+        trace, reference = outcome.trace, self.reference
         if trace is None or role == RESUME or not self._is_whole(candidate, trace):
             return
         if self.own is None:
@@ -837,9 +821,9 @@ class Certifier:
         if candidate != self.own:
             return
         if reference is None:
-            self._reference = trace
+            self.reference = trace
         elif trace.steps != reference.steps:
-            self._reference = with_floor(reference, trace)
+            self.reference = with_floor(reference, trace)
 
     def _is_whole(self, candidate: Candidate, trace: TrainingTrace) -> bool:
         """Return False if a rank of a named model ran only some micro-batches of a step, to extrapolate the rest."""
@@ -849,10 +833,10 @@ class Certifier:
         """Return the verdict on a candidate's trace."""
         if trace is None or not self._is_whole(candidate, trace):
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
-        if self._reference is None or self.own is None:
+        if self.reference is None or self.own is None:
             whose = "the reference" if self._job.script is None else "your own config"
             return Certificate(Verdict.NOT_COMPARED, f"{whose} was not measured")
-        return compare(self._reference, self.own, trace, candidate, is_users=self._job.script is not None)
+        return compare(self.reference, self.own, trace, candidate, is_users=self._job.script is not None)
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
@@ -885,10 +869,6 @@ class Certifier:
         accumulates = candidate.accumulation > 1
         return lambda other: other.stage == candidate.stage and (other.accumulation > 1) == accumulates
 
-    def length_lines(self, trace: TrainingTrace) -> list[str]:
-        """Return what ends a loop after another number of optimizer steps than under the reference."""
-        return length_lines(self._reference, trace) if self._reference is not None else []
-
 
 def length_lines(reference: TrainingTrace, trace: TrainingTrace) -> list[str]:
     """Return what ends a loop after another number of optimizer steps than under the reference."""
@@ -898,7 +878,7 @@ def length_lines(reference: TrainingTrace, trace: TrainingTrace) -> list[str]:
         f"{where} counts iterations of your loop: it ends after {now:.4g} optimizer steps instead of {own[where]:.4g}. Multiply "
         f"the limit by {own[where] / now:.4g}"
         for where, now in found.items()
-        if abs(math.log(now / own[where])) > _RATE_TOLERANCE
+        if Seen(own[where], now).difference > _RATE_TOLERANCE
     ]
 
 
@@ -938,5 +918,5 @@ def certificate_lines(job: Job, records: Sequence[Record], winner: Record) -> li
     certifier = Certifier.of(job, records)
     trace = winner.outcome.trace if winner.outcome is not None else None
     found = certifier.certificate(winner.candidate, trace)
-    lengths = certifier.length_lines(trace) if trace is not None else []
+    lengths = length_lines(certifier.reference, trace) if certifier.reference and trace else []
     return [found.line, *lengths]

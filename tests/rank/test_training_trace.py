@@ -16,7 +16,7 @@ from autotune.problem.training_trace import AHEAD, MOST_STEPS, TrainingTrace
 from autotune.rank import devices
 from autotune.rank.hooks import deepspeed as hooks
 from autotune.rank.training_trace import TraceRecorder, _projected
-from autotune.search.certificate import same_weights
+from autotune.search.certificate import Runs
 
 SCALE = 1024.0
 
@@ -293,8 +293,8 @@ def test_other_draws_of_initial_weights_are_told_from_rounded_ones() -> None:
         return merged
 
     own = trace(0, torch.float32, 1)
-    assert same_weights(own, trace(0, torch.bfloat16, 2))
-    assert not any(same_weights(own, trace(seed, torch.float32, 1)) for seed in range(1, 200))
+    assert Runs(own, trace(0, torch.bfloat16, 2)).has_same_weights
+    assert not any(Runs(own, trace(seed, torch.float32, 1)).has_same_weights for seed in range(1, 200))
 
 
 def epoch_steps(engine: Engine, loader: Any, accumulation: int, *, ends_by_hand: bool = False, ahead: int = 0) -> float:

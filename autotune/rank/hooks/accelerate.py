@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged, without_trackers
 from autotune.rank.hooks.process_group import wait_for
+from autotune.rank.patches import Original
 from autotune.rank.versions import import_or_none
-
-# Attributes copied to a loader of another batch size, in addition to its sampler if it has one.
-_KEPT = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "multiprocessing_context",
-)
 
 
 def install(context: Context) -> None:
@@ -35,7 +21,7 @@ def install(context: Context) -> None:
         return
     import accelerate
 
-    def share_state(original: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> None:
+    def share_state(original: Original, state: Any, /, *args: Any, **kwargs: Any) -> None:
         if context.device == "cpu":
             # As Trainer does. Otherwise accelerate 1.15 finds no backend in a custom loop and assumes a single process.
             args, kwargs = (), {**kwargs, "cpu": True, "backend": None}
@@ -44,7 +30,7 @@ def install(context: Context) -> None:
 
     context.patches.wrap(accelerate.PartialState, "__init__", share_state)
 
-    def load_config(original: Callable[..., Any], config: Any, config_file_or_dict: Any) -> None:
+    def load_config(original: Original, config: Any, config_file_or_dict: Any) -> None:
         original(config, config_file_or_dict)
         own = copy.deepcopy(config.config)
         if own.get("zero_optimization") in context.script.profile.kept_configs:
@@ -55,7 +41,7 @@ def install(context: Context) -> None:
         context.plugins.append((weakref.ref(config), own))
         config.set_stage_and_offload()
 
-    def make_plugin(original: Callable[..., Any], plugin: Any) -> None:
+    def make_plugin(original: Original, plugin: Any) -> None:
         original(plugin)
         context.accelerated = True
         # A plugin written in code keeps the stage of its arguments, and accelerate skips reductions by it.
@@ -89,7 +75,7 @@ def begin_anew() -> None:
 
 
 class Loaders:
-    """Find the training's loader among all prepared ones, and remake it with the candidate's micro-batch.
+    """Find the training's loader among all prepared ones, and give it the candidate's micro-batch.
 
     TrainingArguments set their batch sizes themselves. The training's loader is the first one prepared together with a
     model or an optimizer. Without such a loader it is the first earlier one that is still unread, because a loader for
@@ -102,27 +88,25 @@ class Loaders:
         self._trains = False  # True if a model or an optimizer was prepared without a loader
         self._before: list[tuple[Any, Any]] = []  # earlier loaders: the script's own, and the prepared one
 
-    def prepare(self, original: Callable[..., Any], accelerator: Any, /, *objects: Any, **kwargs: Any) -> Any:
+    def prepare(self, original: Original, accelerator: Any, /, *objects: Any, **kwargs: Any) -> Any:
         """Replace `Accelerator.prepare`."""
         from torch.utils.data import DataLoader
 
         if self._found or self.context.through_arguments:
             return original(accelerator, *objects, **kwargs)
         trains = any(map(_trains, objects))
-        at = next((at for at, one in enumerate(objects) if isinstance(one, DataLoader)), None)
-        if at is not None and (trains or self._trains):
+        loaders = [one for one in objects if isinstance(one, DataLoader)]
+        self._trains = self._trains or trains
+        if loaders and self._trains:
             self._found = True
-            changed = self._resized(accelerator, objects[at])
-            return original(accelerator, *objects[:at], changed, *objects[at + 1 :], **kwargs)
-        if trains:
-            self._trains = True
+            self._resize(accelerator, loaders[0])
+        elif trains:
             # the script already holds its loader, which gets the candidate's batch size in place
             for own, given in self._before:
                 if getattr(given, "iteration", 0) == 0:
                     self._found = True
-                    changed = self._resized(accelerator, own)
-                    if changed is not own:
-                        given.__dict__ = original(accelerator, changed).__dict__
+                    if self._resize(accelerator, own):
+                        given.__dict__ = original(accelerator, own).__dict__
                         accelerator._dataloaders.pop()
                     break
         prepared = original(accelerator, *objects, **kwargs)
@@ -132,26 +116,22 @@ class Loaders:
         ]
         return prepared
 
-    def _resized(self, accelerator: Any, loader: Any) -> Any:
-        """Return a loader with the candidate's batch size.
+    def _resize(self, accelerator: Any, loader: Any) -> bool:
+        """Give a loader the candidate's batch size, and return True if it had another.
 
         A loader with a custom batch sampler stays unchanged, because there is no general way to resize it.
         """
         if not loader.batch_size:
-            return loader
+            return False
         context = self.context
         context.loader_prepared = True
         context.loader_split = bool(getattr(accelerator, "split_batches", False))
         shares = accelerator.num_processes if context.loader_split else 1
         context.note_said(MICRO_BATCH, loader.batch_size // shares)
         if context.batch is None or loader.batch_size == context.batch[0] * shares:
-            return loader
-        from torch.utils.data import DataLoader, IterableDataset
-
-        kept = {name: getattr(loader, name) for name in _KEPT}
-        if not isinstance(loader.dataset, IterableDataset):
-            kept["sampler"] = loader.sampler
-        return DataLoader(loader.dataset, batch_size=context.batch[0] * shares, **kept)
+            return False
+        loader.batch_sampler.batch_size = vars(loader)["batch_size"] = context.batch[0] * shares
+        return True
 
 
 def _trains(one: Any) -> bool:

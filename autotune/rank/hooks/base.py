@@ -85,7 +85,6 @@ class VariableRead:
 
     value: str | None  # before the script ran; None if it was not set
     text: str = ""  # value that the last read gave, or its default
-    files: set[str] = field(default_factory=set)  # files whose code read it
 
 
 @dataclass(eq=False)
@@ -197,8 +196,6 @@ class Context:
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # borders of concatenated sequences
 _FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; PyTorch Geometric's graphs use the first name
 _CHANNELS = (1, 3, 4)  # channels of an image
-_VALUED = ("position_ids", *_BORDERS)  # tensors whose values matter in addition to their shapes
-_MOST_KNOWN = 1024
 
 
 def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
@@ -240,42 +237,6 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str = ""
     Args:
         counted_by: name in `rows_by_name` of the tensor that counts the rows; without that tensor there are none.
     """
-    key = None if args else _shapes(kwargs)
-    if key is None:
-        return _counted(args, kwargs, counted_by)
-    if (known := _known.get((counted_by, key))) is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[counted_by, key] = _counted(args, kwargs, counted_by)
-    return known
-
-
-# Cache by the key of `_shapes`. Training evicts this code from the processor's caches: counting a batch of
-# `tiny-gemma-2` took 85 us in a training and 10 us in a separate loop.
-_known: dict[tuple[str, tuple[Any, ...]], Sizes] = {}
-
-
-def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the key of a batch with only tensors whose values do not matter, or None for any other."""
-    import torch
-
-    found = []
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and name not in _VALUED:
-            found.append((name, value.shape, value.dtype))
-        elif value is not None and not isinstance(value, bool):
-            return None
-    return tuple(found)
-
-
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor by which `sizes_of` counts rows, or None."""
-    named = dict(reversed(list(leaves([*args, kwargs]))))
-    return named.get("input_ids", next(reversed(named.values()), None))
-
-
-def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str) -> Sizes:
-    """Return the sizes of a batch that is not in the cache."""
     named: dict[str, Any] = {}
     seen: Counter[str] = Counter()
     for name, leaf in leaves([*args, kwargs]):
@@ -287,8 +248,14 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str) -> 
     found = replace(_sizes(named), rows_by_name=counts)
     if not counted_by:
         return found
-    rows = found.rows_by_name.get(counted_by, 0)
+    rows = counts.get(counted_by, 0)
     return replace(found, rows=rows, sequences=rows)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor by which `sizes_of` counts rows, or None."""
+    named = dict(reversed(list(leaves([*args, kwargs]))))
+    return named.get("input_ids", next(reversed(named.values()), None))
 
 
 def _sizes(named: dict[str, Any]) -> Sizes:
@@ -359,11 +326,12 @@ def _are_samples(values: Sequence[Any]) -> bool:
     if not values or not all(isinstance(one, torch.Tensor) for one in values):
         return False
     shapes = [tuple(one.shape) for one in values]
-    if {len(shape) for shape in shapes} == {1}:
-        return len(set(shapes)) > 1
+    sizes = [set(each) for each in zip(*shapes, strict=False)]  # by dimension
+    dimensions = {len(shape) for shape in shapes}
+    if dimensions == {1}:
+        return len(sizes[0]) > 1
     if not all(one.is_floating_point() for one in values):
         return False
-    if {len(shape) for shape in shapes} == {2}:
-        return len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) == 1
-    channels = {shape[0] for shape in shapes}
-    return {len(shape) for shape in shapes} == {3} and len(channels) == 1 and channels <= set(_CHANNELS)
+    if dimensions == {2}:
+        return len(sizes[0]) > 1 == len(sizes[1])
+    return dimensions == {3} and len(sizes[0]) == 1 and sizes[0] <= set(_CHANNELS)

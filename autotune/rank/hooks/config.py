@@ -6,7 +6,6 @@ import argparse
 import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from autotune.problem.candidate import RUNG_KNOBS
 from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
+from autotune.rank.patches import Original
 from autotune.script.argument_files import argument_names, can_set_knob, with_copies
 from autotune.script.environment import VARIABLE
 from autotune.script.profile import over_present
@@ -127,7 +127,7 @@ def install(context: Context) -> None:
         flag: knob for knob, flag in {**KNOWN_FLAGS, **dict(context.script.flags)}.items() if knob in RUNG_KNOBS
     }
 
-    def parse_known_args(original: Callable[..., Any], parser: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def parse_known_args(original: Original, parser: Any, /, *args: Any, **kwargs: Any) -> Any:
         found, rest = original(parser, *args, **kwargs)
         actions = parser._option_string_actions
         context.flags |= actions.keys() & FLAGS

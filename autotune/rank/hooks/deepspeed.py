@@ -8,9 +8,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from autotune.problem.outcome import Phase
 from autotune.rank.hooks import worst_case
 from autotune.rank.hooks.base import Context, OtherEngine, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
-from autotune.rank.hooks.transformers import make_folder
-from autotune.rank.training_trace import TraceRecorder
+from autotune.rank.patches import Original
+from autotune.rank.training_trace import TraceRecorder, precision_of
 from autotune.rank.versions import backward_prologue
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
@@ -49,25 +48,6 @@ def install(context: Context) -> None:
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             patches.wrap(owner, name, functools.partial(_clip, context))
-    if context.quiet:
-        patches.wrap(DeepSpeedEngine, "save_checkpoint", functools.partial(_save_checkpoint, context))
-        patches.wrap(DeepSpeedEngine, "save_16bit_model", functools.partial(_save_weights, context))
-
-
-def _save_checkpoint(
-    context: Context, _: Any, engine: Any, save_dir: Any = None, tag: Any = None, *__: Any, **___: Any
-) -> bool:
-    """Replace `engine.save_checkpoint`: only create its folders."""
-    make_folder(context, save_dir)
-    if save_dir:
-        make_folder(context, os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)))
-    return True
-
-
-def _save_weights(context: Context, _: Any, engine: Any, save_dir: Any = None, *__: Any, **___: Any) -> bool:
-    """Replace `engine.save_16bit_model`: only create its folder."""
-    make_folder(context, save_dir)
-    return True
 
 
 def unhooked(context: Context, method: str, *args: Any) -> Any:
@@ -77,13 +57,13 @@ def unhooked(context: Context, method: str, *args: Any) -> Any:
     return context.patches.original(DeepSpeedEngine, method)(context.engine, *args)
 
 
-def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _initialize(context: Context, original: Original, /, *args: Any, **kwargs: Any) -> Any:
     """Change the call that makes the engine that trains. Later ones change only in the batch, earlier ones not at all.
 
     The probe run has counted the earlier ones.
     """
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    config = _config_of(given)
+    config = _taken_config(given)
     if not _trains(context, given, config):
         return _build(context, original, *args, **kwargs)
     if context.engine is None and len(context.earlier) < context.script.profile.earlier:
@@ -91,10 +71,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
         context.earlier.append(made[0])
         return made
     if context.engine is not None:
-        changed = with_batch(context, config)
-        if changed is not config:
-            _give_config(given, changed)
-        made = _build(context, original, **given)
+        made = _build(context, original, **given, config=with_batch(context, config))
         late, trace = context.trained_steps > 0, context.trace.anew()
         context.beside.append(OtherEngine(made[0], copy.deepcopy(config), given.get("optimizer"), late, trace))
         return made
@@ -105,14 +82,18 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
         raise
 
 
-def _build(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _build(context: Context, original: Original, /, *args: Any, **kwargs: Any) -> Any:
     """Call DeepSpeed's `initialize`, and report that an engine was built."""
-    made = original(*args, **kwargs)
+    before, context.inside = context.inside, Phase.INIT
+    try:
+        made = original(*args, **kwargs)
+    finally:
+        context.inside = before
     context.watcher.engine_built()
     return made
 
 
-def _made(context: Context, original: Callable[..., Any], given: dict[str, Any], config: dict[str, Any]) -> Any:
+def _made(context: Context, original: Original, given: dict[str, Any], config: dict[str, Any]) -> Any:
     """Make the engine that trains by a call with the `given` arguments, and return its result."""
     import deepspeed
 
@@ -124,12 +105,12 @@ def _made(context: Context, original: Callable[..., Any], given: dict[str, Any],
     context.watcher.entered(Phase.INIT)
     optimizer = given.get("optimizer")
     note_own(context, config)
-    _give_config(given, merged(context, config))
-    accumulate(context, given.get("model"), given["config"])
-    if plan := batch_of(given["config"], context.job.ranks):
+    config = merged(context, config)
+    accumulate(context, given.get("model"), config)
+    if plan := batch_of(config, context.job.ranks):
         context.watcher.planned(*plan, kind_of(context, optimizer))
     apply(context, given["model"])
-    made = _build(context, original, **given)
+    made = _build(context, original, **given, config=config)
     _check_data_parallel(context, made[0])
     _choose(context, made[0], optimizer)
     if context.knobs.get(COMPILED) and not context.through_arguments:
@@ -177,19 +158,14 @@ def _check_data_parallel(context: Context, engine: Any) -> None:
         )
 
 
-def _give_config(given: dict[str, Any], config: dict[str, Any]) -> None:
-    """Replace the config of a call of `deepspeed.initialize`, which takes none in `args` next to this one."""
-    own = [given.pop(name, None) for name in ("config", "config_params")]
-    if own == [None, None] and getattr(given.get("args"), "deepspeed_config", None) is not None:
+def _taken_config(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the config out of a call of `deepspeed.initialize`, which takes none in `args` next to another."""
+    named = [one for name in ("config", "config_params") if (one := given.pop(name, None)) is not None]
+    if not named and getattr(given.get("args"), "deepspeed_config", None) is not None:
         given["args"] = copy.copy(given["args"])
+        named = [given["args"].deepspeed_config]
         given["args"].deepspeed_config = None
-    given["config"] = config
-
-
-def _config_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a call of `deepspeed.initialize`."""
-    in_args = getattr(given.get("args"), "deepspeed_config", None)
-    config = next((one for one in (given.get("config"), given.get("config_params"), in_args) if one is not None), None)
+    config = named[0] if named else None
     if isinstance(config, str | Path):
         config = named_config(config)
     return config if isinstance(config, dict) else {}
@@ -207,9 +183,7 @@ def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> 
     return model is None or not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
 
 
-def _watched(
-    context: Context, phase: Phase, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
-) -> Any:
+def _watched(context: Context, phase: Phase, original: Original, engine: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of an engine, and report it if the engine trains and this is no evaluation."""
     other = next((one for one in context.beside if one.engine is engine), None)
     if other is not None:
@@ -241,9 +215,7 @@ def _watched(
     return result
 
 
-def _beside(
-    context: Context, other: OtherEngine, phase: Phase, original: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _beside(context: Context, other: OtherEngine, phase: Phase, original: Original, args: Any, kwargs: Any) -> Any:
     """Call a method of an engine that was made later, and report its steps with the rows since the preceding one."""
     import torch
 
@@ -260,7 +232,7 @@ def _beside(
 
 
 def _traced(
-    trace: TraceRecorder, phase: Phase, original: Callable[..., Any], engine: Any, args: Any, kwargs: Any
+    trace: TraceRecorder, phase: Phase, original: Original, engine: Any, args: Any, kwargs: Any
 ) -> tuple[Any, bool]:
     """Call a method of an engine and record it. Return its result, and True if it was an optimizer step."""
     stepped = phase is Phase.STEP and _steps(engine)
@@ -282,9 +254,7 @@ def _loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
     return loss, bool(kwargs.get("scale_wrt_gas", args[2] if len(args) > 2 else True))
 
 
-def _autograd_backward(
-    context: Context, original: Callable[..., Any], /, tensors: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _autograd_backward(context: Context, original: Original, /, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """Note the tensor of a backward that a script starts without its engine."""
     trace = context.trace
     if not context.inside and trace.records:
@@ -295,7 +265,7 @@ def _autograd_backward(
         trace.root = None
 
 
-def _clip(context: Context, original: Callable[..., Any], /, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+def _clip(context: Context, original: Original, /, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Call torch's clipping, and note its limit."""
     import torch
 
@@ -308,7 +278,7 @@ def _clip(context: Context, original: Callable[..., Any], /, parameters: Any, *a
     return result
 
 
-def _fetch(context: Context, original: Callable[..., Any], loader: Any, /) -> Any:
+def _fetch(context: Context, original: Original, loader: Any, /) -> Any:
     """Return the next batch of a loader, and count it."""
     batch = original(loader)
     if context.trace.records:
@@ -318,7 +288,7 @@ def _fetch(context: Context, original: Callable[..., Any], loader: Any, /) -> An
     return batch
 
 
-def _no_sync(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
+def _no_sync(context: Context, original: Original, engine: Any, /) -> Any:
     """Note that the script sums gradients before they are reduced."""
     context.unsynced = context.unsynced or engine is context.engine
     return original(engine)
@@ -331,7 +301,7 @@ def _evaluates(module: Any) -> bool:
     return not module.training and not torch.is_grad_enabled()
 
 
-def _loss_backward(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
+def _loss_backward(context: Context, original: Original, engine: Any, /) -> Any:
     """Report the beginning of a backward from any caller."""
     if context.inside or engine is not context.engine:
         return original(engine)
@@ -396,7 +366,7 @@ def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: di
         _see(context, module, args, kwargs)
 
 
-def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _compile(context: Context, original: Original, engine: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Remove the module hook before `engine.compile`, because it would become part of the graph."""
     context.levers.discard(COMPILED)
     if engine is context.engine and context.module_hook is not None:
@@ -423,7 +393,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     return {
         "micro_batch": engine.train_micro_batch_size_per_gpu(),
         "accumulation": engine.gradient_accumulation_steps(),
-        "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        "precision": precision_of(engine),
         "model_config": json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {},
         "causal": "CausalLM" in type(plain).__name__ or "LMHead" in type(plain).__name__,
         "model": type(plain).__name__,
@@ -431,13 +401,9 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "frozen": sum(elements for elements, trained in sizes if not trained),
         **late_facts(context),
         "checkpointing_call": call_of(plain),
-        "through_arguments": context.through_arguments,
-        "averages_by_rank": context.averages_by_rank,
         "lightning": trainer_of(plain) is not None,
-        "zero_init": context.zero_init,
         "earlier": len(context.earlier),
         "kept_configs": kept_configs(context),
-        "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
         "optimizer": kind_of(context, own),
@@ -446,9 +412,11 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "experts_elsewhere": sum(map(_elements_elsewhere, module.parameters())),
         "sequence_ranks": max(1, getattr(engine, "sequence_parallel_size", 1)),
         "flags": sorted(context.flags),
-        "integers": dict(context.integers),
-        "spellings": dict(sorted(context.spellings.items())),
+        **{name: getattr(context, name) for name in _OF_CONTEXT},
     }
+
+
+_OF_CONTEXT = ("through_arguments", "averages_by_rank", "zero_init", "relaunched", "integers", "spellings")
 
 
 def _elements_elsewhere(parameter: Any) -> int:
@@ -582,23 +550,13 @@ def install_zero_init(context: Context) -> None:
 
     If the script has turned partitioning off, it stays off, because an engine of stage 3 also takes a whole model.
     """
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    inside = 0  # engines of stage 3 under construction, which partition whole parameters by this class
-
-    def make_engine(original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> None:
-        nonlocal inside
-        inside += 1
-        try:
-            original(engine, *args, **kwargs)
-        finally:
-            inside -= 1
-
-    def init(original: Callable[..., Any], made: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def init(original: Original, made: Any, /, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(made, *args, **kwargs)
         named = given.arguments
-        if inside or context.engine is not None or not named.get("enabled", True):
+        # an engine of stage 3 under construction partitions whole parameters by this class
+        if context.inside or context.engine is not None or not named.get("enabled", True):
             return original(made, *args, **kwargs)
         name = next((one for one in _CONFIGS if named.get(one) is not None), None)
         config = named[name] if name is not None else None
@@ -612,7 +570,6 @@ def install_zero_init(context: Context) -> None:
             named[name] = _merged(context, config)
         return original(*given.args, **given.kwargs)
 
-    context.patches.wrap(DeepSpeedZeRoOffload, "__init__", make_engine)
     context.patches.wrap(Init, "__init__", init)
 
 
@@ -653,7 +610,7 @@ def install_ops(context: Context) -> None:
             context.patches.wrap(module.OpBuilder, "jit_load", functools.partial(_load, context))
 
 
-def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args: Any, **kwargs: Any) -> Any:
+def _load(context: Context, original: Original, /, builder: Any, *args: Any, **kwargs: Any) -> Any:
     from deepspeed.accelerator import get_accelerator
 
     folder, name = jit_ops.use_own_folder(), type(builder).__name__
@@ -674,27 +631,14 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
 _ATTRIBUTE = "gradient_checkpointing"  # attribute of layers by which libraries and custom models check if it is on
 
 
-@dataclass(frozen=True)
-class _Switch:
-    """Methods that switch checkpointing in a library's models."""
-
-    enable: str
-    disable: str
-    supported: str  # attribute by which a class declares that it has no support
-    how: tuple[tuple[str, Any], ...] = ()  # arguments of `enable`
-
-
-# the second is from diffusers (models/modeling_utils.py)
-_SWITCHES = (
-    _Switch(
-        "gradient_checkpointing_enable",  # from transformers
-        "gradient_checkpointing_disable",
-        "supports_gradient_checkpointing",
-        (("gradient_checkpointing_kwargs", {"use_reentrant": False}),),
-    ),
-    _Switch("enable_gradient_checkpointing", "disable_gradient_checkpointing", "_supports_gradient_checkpointing"),
-)
-_ENABLE = (*(one.enable for one in _SWITCHES), "activation_checkpointing_enable")  # includes transformers' new name
+# Method that turns it on: attribute by which a class declares that it has no support. Another method turns it off. The
+# second is from diffusers (models/modeling_utils.py).
+_SWITCHES = {
+    "gradient_checkpointing_enable": "supports_gradient_checkpointing",
+    "enable_gradient_checkpointing": "_supports_gradient_checkpointing",
+}
+_OF_TRANSFORMERS = "gradient_checkpointing_enable"
+_ENABLE = (*_SWITCHES, "activation_checkpointing_enable")  # includes transformers' new name
 
 
 def apply(context: Context, model: Any) -> None:
@@ -706,54 +650,57 @@ def apply(context: Context, model: Any) -> None:
     share = context.knobs.get(CHECKPOINTING)
     if share is None:
         return
-    on = is_on(model)
-    if share:
-        if not on and not context.through_arguments:
-            for module, switch in _parts(model):
-                _turn(module, switch, True)
-        if float(share) < 1:
-            from autotune.rank.model_builder import checkpoint_share
+    if not share or not (is_on(model) or context.through_arguments):
+        for module, enable in _parts(model):
+            if is_on(module) is not bool(share):
+                _turn(module, enable, bool(share))
+    if not share:
+        _keep_off(context, model)
+    elif float(share) < 1:
+        from autotune.rank.model_builder import checkpoint_share
 
-            checkpoint_share(model, float(share))
-        return
-    for module, switch in _parts(model):
-        if is_on(module):
-            _turn(module, switch, False)
-    _keep_off(context, {id(module) for module in model.modules()}, {type(module) for module in model.modules()})
+        checkpoint_share(model, float(share))
 
 
-def _parts(model: Any) -> Iterator[tuple[Any, _Switch | None]]:
-    """Yield the outermost switchable modules with their methods, or None if their code reads the attribute.
+def _parts(model: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the outermost switchable modules with the method that turns it on, or "" if their code reads the attribute.
 
     A custom model may wrap a library's model, whose layers inherit the attribute from their class.
     """
-    switch = next((one for one in _SWITCHES if hasattr(model, one.enable)), None)
-    if switch is not None:
-        if getattr(model, switch.supported, True):
-            yield model, switch
+    enable = next((name for name in _SWITCHES if hasattr(model, name)), None)
+    if enable is not None:
+        if getattr(model, _SWITCHES[enable], True):
+            yield model, enable
         return
     if isinstance(vars(model).get(_ATTRIBUTE), bool):
-        yield model, None
+        yield model, ""
     for child in model.children():
         yield from _parts(child)
 
 
-def _turn(module: Any, switch: _Switch | None, on: bool) -> None:
-    if switch is None:
+def _off(enable: str) -> str:
+    return enable.replace("enable", "disable")
+
+
+def _turn(module: Any, enable: str, on: bool) -> None:
+    if not enable:
         setattr(module, _ATTRIBUTE, on)
-    elif on:
-        getattr(module, switch.enable)(**dict(switch.how))
+    elif not on:
+        getattr(module, _off(enable))()
+    elif enable == _OF_TRANSFORMERS:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
-        getattr(module, switch.disable)()
+        getattr(module, enable)()
 
 
-def _keep_off(context: Context, modules: set[int], classes: set[type[Any]]) -> None:
-    """Prevent later calls from turning it on in these modules, given by id; reference models are not affected."""
+def _keep_off(context: Context, model: Any) -> None:
+    """Prevent later calls from turning it on in a model's modules; reference models are not affected."""
+    modules = {id(module): type(module) for module in model.modules()}
 
-    def enable(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def enable(original: Original, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         return None if id(module) in modules else original(module, *args, **kwargs)
 
-    for one in classes:
+    for one in set(modules.values()):
         for name in _ENABLE:
             if hasattr(one, name):
                 context.patches.wrap(one, name, enable)
@@ -771,11 +718,9 @@ def can_switch(model: Any, through_arguments: bool = False) -> bool:
         through_arguments: True if transformers' Trainer switches it, which knows only the method of the whole model.
     """
     parts = list(_parts(model))
-    if through_arguments and not hasattr(model, _SWITCHES[0].enable):
+    if through_arguments and not hasattr(model, _OF_TRANSFORMERS):
         return False
-    return bool(parts) and all(
-        switch is None or hasattr(module, switch.disable) or not is_on(module) for module, switch in parts
-    )
+    return bool(parts) and all(not enable or hasattr(one, _off(enable)) or not is_on(one) for one, enable in parts)
 
 
 def call_of(model: Any) -> str:
@@ -784,11 +729,11 @@ def call_of(model: Any) -> str:
     Returns:
         An empty string if it cannot be turned on, or works as in transformers' models.
     """
-    part, switch = next(_parts(model), (None, None))
-    if part is None or (part is model and switch is _SWITCHES[0]):
+    part, enable = next(_parts(model), (model, _OF_TRANSFORMERS))
+    if part is model and enable == _OF_TRANSFORMERS:
         return ""
     path = next(name for name, module in model.named_modules() if module is part)
-    called = f"{_ATTRIBUTE} = True" if switch is None else f"{switch.enable}()"
+    called = f"{enable}()" if enable else f"{_ATTRIBUTE} = True"
     return f"{path}.{called}" if path else called
 
 

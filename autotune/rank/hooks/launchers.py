@@ -16,6 +16,7 @@ from autotune.errors import Unusable, UserError
 from autotune.rank.hooks import accelerate
 from autotune.rank.hooks.base import Context
 from autotune.rank.measure import ACCELERATE_MODULE, run_target
+from autotune.rank.patches import Original
 from autotune.rank.versions import import_or_none
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, take_apart
 from autotune.script.script import line_of
@@ -41,16 +42,16 @@ def install_relaunch(context: Context) -> None:
     """Install the hooks. torch's launcher is imported only for installed commands and accelerate's launcher."""
     taken = _Takeover(context)
 
-    def popen(original: Callable[..., Any], process: Any, /, *args: Any, **kwargs: Any) -> None:
+    def popen(original: Original, process: Any, /, *args: Any, **kwargs: Any) -> None:
         command = args[0] if args else kwargs.get("args")
         taken.over(_words(command), kwargs.get("env"))
         original(process, *args, **kwargs)
 
-    def replace(original: Callable[..., Any], file: Any, words: Any, env: Any = None, /) -> Any:
+    def replace(original: Original, file: Any, words: Any, env: Any = None, /) -> Any:
         taken.over([os.fsdecode(file), *list(words)[1:]], env)
         return original(file, words) if env is None else original(file, words, env)
 
-    def system(original: Callable[..., Any], command: Any, /) -> Any:
+    def system(original: Original, command: Any, /) -> Any:
         taken.over(_words(command), None)
         return original(command)
 
@@ -64,7 +65,7 @@ def install_relaunch(context: Context) -> None:
         return
     import torch.distributed.run
 
-    def run(original: Callable[..., Any], options: Any, /) -> Any:
+    def run(original: Original, options: Any, /) -> Any:
         module = ["-m"] if options.module else []
         taken.start([*module, options.training_script, *options.training_script_args], None, options.nproc_per_node)
 
@@ -194,7 +195,7 @@ def install_spawning(context: Context) -> None:
         return
     import torch.multiprocessing
 
-    def start_processes(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def start_processes(original: Original, /, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments
@@ -210,7 +211,7 @@ def install_spawning(context: Context) -> None:
     if (launchers := import_or_none("accelerate", "launchers")) is None:
         return
 
-    def notebook_launcher(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def notebook_launcher(original: Original, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap accelerate's function, which sets the ranks' environment itself and calls torch's launcher."""
         from torch.distributed.launcher.api import elastic_launch  # the import takes a tenth of a second
 

@@ -8,11 +8,12 @@ Two trials on one machine could meet at a port that a script chooses. The ranks 
 from __future__ import annotations
 
 import datetime
+import inspect
 import socket
-from collections.abc import Callable
 from typing import Any
 
 from autotune.rank.hooks.base import Context
+from autotune.rank.patches import Original
 
 
 def install(context: Context) -> None:
@@ -24,36 +25,23 @@ def install(context: Context) -> None:
     import deepspeed
     import torch
 
-    def join(backend: str | None) -> None:
+    def initialize(original: Original, /, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
         if context.join is not None:
             joins, context.join = context.join, None  # it creates the group by the same functions
-            joins(backend or "")
-
-    def init_process_group(
-        original: Callable[..., Any], /, backend: str | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        join(backend)
-        if not torch.distributed.is_initialized():
-            original(backend, *args, **kwargs)
-            return
-        wait_for(context, args[1] if len(args) > 1 else kwargs.get("timeout"))  # (init_method, timeout, …)
-
-    def init_distributed(
-        original: Callable[..., Any], /, dist_backend: str | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        join(dist_backend)
-        original(dist_backend, *args, **kwargs)
-        # (mpi, port, verbose, timeout, …)
-        wait_for(context, args[3] if len(args) > 3 else kwargs.get("timeout"))
+            joins(given.get("backend") or given.get("dist_backend") or "")
+        if original.__name__ == "init_distributed" or not torch.distributed.is_initialized():
+            original(*args, **kwargs)
+        wait_for(context, given.get("timeout"))
 
     for owner in (torch.distributed.distributed_c10d, torch.distributed, torch.distributed.device_mesh):
-        context.patches.wrap(owner, "init_process_group", init_process_group)
+        context.patches.wrap(owner, "init_process_group", initialize)
     for owner in (deepspeed.comm, deepspeed):
-        context.patches.wrap(owner, "init_distributed", init_distributed)
+        context.patches.wrap(owner, "init_distributed", initialize)
     if not context.quiet:
         return
 
-    def destroy_process_group(original: Callable[..., Any], /, group: Any = None) -> None:
+    def destroy_process_group(original: Original, /, group: Any = None) -> None:
         if group is not None and group is not torch.distributed.group.WORLD:
             original(group)
 
@@ -84,7 +72,7 @@ def install_ports(context: Context) -> None:
     if not context.quiet:
         return
 
-    def bind(original: Callable[..., Any], /, self: socket.socket, address: Any) -> None:
+    def bind(original: Original, /, self: socket.socket, address: Any) -> None:
         if self.family in (socket.AF_INET, socket.AF_INET6) and self.type == socket.SOCK_STREAM:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         original(self, address)

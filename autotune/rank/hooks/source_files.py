@@ -7,12 +7,12 @@ import io
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.rank.hooks.base import Context
+from autotune.rank.patches import Original
 from autotune.script.source_digests import CONFIGS, MOST_BYTES
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -24,7 +24,7 @@ def install(context: Context) -> None:
     if context.script.profile.is_known or not context.quiet:
         return
 
-    def opening(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def opening(original: Original, /, *args: Any, **kwargs: Any) -> Any:
         file = args[0] if args else kwargs.get("file")
         mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
         if isinstance(file, str | os.PathLike) and str(file).endswith(CONFIGS):

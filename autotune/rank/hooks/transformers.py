@@ -11,6 +11,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO
 from autotune.problem.knobs import LEVERS
 from autotune.rank.checkpoints import model_states, tag_of
 from autotune.rank.hooks.base import Context
+from autotune.rank.patches import Original
 from autotune.rank.versions import import_or_none
 from autotune.script.argument_files import output_folder
 
@@ -23,13 +24,13 @@ def install(context: Context) -> None:
     if arguments_class is None:
         return
 
-    def post_init(original: Callable[..., Any], arguments: Any) -> None:
+    def post_init(original: Original, arguments: Any) -> None:
         _fill(context, arguments)
         original(arguments)
         if context.quiet:
             arguments.report_to = []  # transformers 5 adds Kubeflow to "none"
 
-    def load_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state(original: Original, *args: Any, **kwargs: Any) -> Any:
         state = original(*args, **kwargs)
         if context.batch is not None and getattr(state, "train_batch_size", None):
             # Before transformers 5.2, Trainer prefers the checkpoint's micro-batch to that of its arguments.
@@ -102,8 +103,8 @@ def _output(context: Context, given: Any) -> str:
 # the beginning, even if the script resumes. A checkpoint has the layout of one ZeRO stage, so candidates of other stages
 # would fail. A finished training would make no step. Speed and memory do not depend on the values of weights.
 #
-# `deepspeed.py` silences DeepSpeed's own saves, because verification needs them. The arguments stay unchanged:
-# callbacks and schedulers read them, and refuse a training that never evaluates or saves.
+# Verification calls DeepSpeed's own saves (`deepspeed.unhooked`). The arguments stay unchanged: callbacks and schedulers
+# read them, and refuse a training that never evaluates or saves.
 
 # Keys of a checkpoint that `DeepSpeedEngine.load_checkpoint` uses itself (deepspeed 0.19.8). The rest is the script's.
 _DEEPSPEEDS = (
@@ -126,7 +127,7 @@ def install_silence(context: Context) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     def load_checkpoint(
-        original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+        original: Original, engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if engine in (context.engine, *(one.engine for one in context.beside), *context.earlier):
             found = _found(engine, Path(load_dir), tag)
@@ -134,7 +135,7 @@ def install_silence(context: Context) -> None:
                 return found
         return original(engine, load_dir, tag, *args, **kwargs)
 
-    def save_state(original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+    def save_state(original: Original, accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming:
             output_dir = os.path.join(
@@ -144,45 +145,52 @@ def install_silence(context: Context) -> None:
         make_folder(context, output_dir)
         return output_dir
 
-    def save_model(
-        original: Callable[..., Any], accelerator: Any, model: Any, save_directory: Any = None, *_: Any, **__: Any
-    ) -> None:
-        make_folder(context, save_directory)
+    def tagged(engine: Any, save_dir: Any, tag: Any = None, *_: Any, **__: Any) -> Any:
+        return os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
 
     context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
+    _leave_out(context, DeepSpeedEngine, "save_checkpoint", tagged)
+    _leave_out(context, DeepSpeedEngine, "save_16bit_model", lambda engine, save_dir, *_, **__: save_dir)
     if (accelerator_class := import_or_none("accelerate", "Accelerator")) is not None:
-        context.patches.wrap(accelerator_class, "load_state", lambda original, *args, **kwargs: None)
+        _leave_out(context, accelerator_class, "load_state")
+        _leave_out(
+            context, accelerator_class, "save_model", lambda _, model, save_directory, *__, **___: save_directory
+        )
         context.patches.wrap(accelerator_class, "save_state", save_state)
-        context.patches.wrap(accelerator_class, "save_model", save_model)
+
+
+def _leave_out(context: Context, owner: Any, name: str, folder: Callable[..., Any] = lambda *_, **__: None) -> None:
+    """Replace a method that reads or writes a checkpoint by one that only makes its `folder`, from the same arguments."""
+
+    def left_out(original: Original, /, *args: Any, **kwargs: Any) -> bool:
+        make_folder(context, folder(*args, **kwargs))
+        return True
+
+    if hasattr(owner, name):
+        context.patches.wrap(owner, name, left_out)
 
 
 def _silence_trainer(context: Context) -> None:
     """Keep Trainer from resuming, evaluating and saving by ignoring callbacks; the script's own evaluations run."""
 
-    def train(
-        original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def train(original: Original, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         _note(context, trainer.args)  # a library may have made others since (sentence-transformers)
         context.watcher.planned(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
         return original(trainer, None, *args, **kwargs)
 
-    def call_event(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call_event(original: Original, /, *args: Any, **kwargs: Any) -> Any:
         control = original(*args, **kwargs)
         control.should_evaluate = control.should_save = False
         return control
 
-    def save_model(original: Callable[..., Any], trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> None:
-        make_folder(context, trainer.args.output_dir if output_dir is None else output_dir)
-
-    def nothing(original: Callable[..., Any], /, *_: Any, **__: Any) -> None:
-        """Replace methods that write or upload a checkpoint."""
-
     context.patches.wrap(import_or_none("transformers.trainer_callback", "CallbackHandler"), "call_event", call_event)
     trainer_class = import_or_none("transformers", "Trainer")
     context.patches.wrap(trainer_class, "train", train)
-    for name, silent in (("save_model", save_model), ("_save_checkpoint", nothing), ("push_to_hub", nothing)):
-        if hasattr(trainer_class, name):
-            context.patches.wrap(trainer_class, name, silent)
+    _leave_out(
+        context, trainer_class, "save_model", lambda one, output_dir=None, *_, **__: output_dir or one.args.output_dir
+    )
+    _leave_out(context, trainer_class, "_save_checkpoint")
+    _leave_out(context, trainer_class, "push_to_hub")
 
 
 def make_folder(context: Context, folder: Any) -> None:

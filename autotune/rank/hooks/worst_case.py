@@ -1,21 +1,21 @@
 """Hook the batches of `--worst-case`: every row is the largest sample of the script's data, at the longest sequence.
 
 The size of a sample is the memory of its tensors once the script's own collator has made a batch of it alone. The hook
-knows nothing of texts or images: more pixels and more images give larger tensors. The first run reads the sizes, and
-trials reuse what it found for data that begin alike. All ranks use what the first rank to finish has found.
+knows nothing of texts or images: more pixels and more images give larger tensors. Each rank of the first run reads the
+sizes, and trials reuse what its first rank found for data that begin alike.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from autotune.errors import Unusable
 from autotune.rank.hooks.base import Context, leaves
+from autotune.rank.patches import Original
 from autotune.rank.versions import import_or_none
 
 _SCAN_SECONDS = 20.0  # of one data set, at most; also the longest wait for one sample
@@ -40,7 +40,7 @@ def install(context: Context) -> None:
     if (base := import_or_none("transformers", "PreTrainedTokenizerBase")) is None:
         return
 
-    def init(original: Callable[..., Any], tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
+    def init(original: Original, tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
         original(tokenizer, *args, **kwargs)
         if (longest := getattr(tokenizer, "model_max_length", None) or 0) < _UNLIMITED_TOKENS:
             context.allowed_tokens.append(int(longest))
@@ -85,8 +85,8 @@ def _largest(context: Context, loader: Any) -> int | None:
 def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
     """Return index, bytes (0 if all are alike) and key of the largest sample, and the longest sequence of the data.
 
-    The key is the number of samples and the sizes of the first that are read. A finding of the first run, or of another
-    rank, is used for data with its key. None if the samples cannot be read, or could not in the first run.
+    The key is the number of samples and the sizes of the first that are read. A finding of the first run is used for data
+    with its key. None if the samples cannot be read, or could not in the first run.
     """
     recorded = context.script.profile.largest
     try:
@@ -105,7 +105,7 @@ def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
             sizes.append(size)
             if len(sizes) == min(count, _COMPARED):
                 key = f"{count}-{zlib.crc32(repr(sizes).encode()):08x}"
-                if known := (recorded or {}).get(key) or context.largest.get(key) or _shared(key):
+                if known := (recorded or {}).get(key) or context.largest.get(key):
                     return {**known, "key": key}
             if key and time.monotonic() > until:
                 break
@@ -117,7 +117,7 @@ def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
     alike = len({size for size, _ in sizes}) == 1
     found = {"index": number * step % count, "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
     found |= {"tokens": max(tokens for _, tokens in sizes), "samples": count}
-    return {**(_shared(key, found) or found), "key": key}
+    return {**found, "key": key}
 
 
 def _sizes(loader: Any, order: Iterator[int]) -> Iterator[tuple[int, int]]:
@@ -145,24 +145,6 @@ def _sizes(loader: Any, order: Iterator[int]) -> Iterator[tuple[int, int]]:
     own["generator"] = torch.Generator()  # the global one's state would advance
     own["timeout"] = _SCAN_SECONDS
     yield from Reader(loader.dataset, 1, sampler=order, collate_fn=size_of, num_workers=1, **own)
-
-
-def _shared(key: str, found: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the finding that a rank has shared under this key; share `found` if none has, and return it.
-
-    No rank waits for another one, because not all of them may read the data.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return None
-    store, name = dist.distributed_c10d._get_default_store(), f"autotune/largest/{key}"
-    if found is not None:
-        text = store.compare_set(name, "", json.dumps(found))
-    else:
-        text = store.get(name) if store.check([name]) else b""
-    shared: dict[str, Any] | None = json.loads(text) if text else None
-    return shared
 
 
 def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

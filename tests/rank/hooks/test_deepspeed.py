@@ -13,6 +13,7 @@ import pytest
 from autotune.errors import Unusable
 from autotune.problem.candidate import Candidate
 from autotune.rank.hooks import deepspeed
+from autotune.rank.hooks.transformers import install_silence
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import Recorder, make_context
 
@@ -226,8 +227,9 @@ def test_ranks_that_share_their_samples_are_refused(
 def save(folder: str, quiet: bool) -> dict[str, Any]:
     """In the trial's folder and in one of the user's."""
     context, _ = make_context(f"{folder}/trial", quiet=quiet)
-    deepspeed.install(context)
+    install_silence(context)
     engine = initialize("dict", make_net(), folder)
+    context.engine = engine
     places = [Path(folder, "trial"), Path(folder, "theirs")]
     saves = [(save, place) for place in places for save in (engine.save_16bit_model, engine.save_checkpoint)]
     found = {"answers": [bool(save(str(place / save.__name__))) for save, place in saves]}

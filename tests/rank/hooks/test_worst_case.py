@@ -1,7 +1,6 @@
-import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,26 +131,6 @@ def test_a_study_without_largest_samples_reads_them_unless_the_first_run_could_n
     worst_case.install(made)
     found = numbers(DataLoader(Pictures(), 4, collate_fn=collate))
     assert sorted({one for batch in found for one in batch}) == seen
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.distributed_c10d._get_default_store()
-    torch.distributed.destroy_process_group()
-
-
-def test_ranks_use_the_sample_that_the_first_of_them_has_found(context: Callable, store: Any) -> None:
-    first, _ = context(worst_case=True)
-    worst_case.install(first)
-    assert numbers(DataLoader(Pictures(), 4, collate_fn=collate)) == [[5]] * 2
-    first.patches.close()
-    ((key, found),) = first.largest.items()
-    store.set(f"autotune/largest/{key}", json.dumps({**found, "index": 1}))  # as if it had read less in its time
-    second, _ = context(worst_case=True)
-    worst_case.install(second)
-    assert numbers(DataLoader(Pictures(), 4, collate_fn=collate)) == [[1]] * 2
-    assert second.largest == {key: {**found, "index": 1}}
 
 
 class Stuck(Pictures):
