@@ -41,7 +41,7 @@ class TrainingTrace:
     steps: tuple[TracedStep, ...]
     stage: int
     precision: str  # fp32, bf16 or fp16 by the engine's weights; mixed: fp32 weights, products of fewer bits
-    accumulation: int  # of the engine's config; a script may run more backwards
+    accumulation: int  # micro-batches in the engine's config; a script may run more backwards
     draws: bool = False  # random numbers were drawn between the first forward and the last traced step
     missing: str = ""  # why a quantity was not seen
     holds_frozen: bool = False  # ZeRO's optimizer held parameters that were frozen in a step
@@ -54,7 +54,7 @@ class TrainingTrace:
     loop_ends: dict[str, float] = field(default_factory=dict)
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
-    # of auxiliary engines with an optimizer, in the order in which they were made; without steps if one made none
+    # traces of auxiliary engines with an optimizer, in the order in which they were made; without steps if one made none
     auxiliary: tuple[TrainingTrace, ...] = ()
 
     @property

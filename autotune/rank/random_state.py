@@ -15,7 +15,7 @@ from typing import Any
 from autotune.rank.patches import Original, Patches
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
-_MOST_SEEDS = 64  # that a script names; a data set may name one for each sample
+_MOST_SEEDS = 64  # seeds that a script names; a data set may name one for each sample
 # Modules with a generator for names of files. Such names must differ between trials, which share caches and /dev/shm:
 # multiprocessing gives up after 100 names of semaphores that exist, and `datasets` loads a cache file that has the name.
 _NAMING = ("tempfile", "datasets.fingerprint")
@@ -100,7 +100,7 @@ class RandomState:
             return self._bytes(count)
 
         def seed_python(original: Original, made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            caller = sys._getframe(3).f_globals  # of `Random.__init__`, which calls `wrap`
+            caller = sys._getframe(3).f_globals  # globals of the caller of `Random.__init__`, which calls `wrap`
             naming = a is None and caller.get("__name__") in _NAMING
             number = kernel(16) if naming else self._number() if a is None else self._repeated(a)
             original(made, number, *args, **kwargs)

@@ -22,7 +22,7 @@ from autotune.rank.loop_end import LoopEnds
 from autotune.rank.random_state import RandomState
 
 _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones, and as many buffers
-_ELEMENTS = 512  # of each sampled tensor, evenly spaced over it
+_ELEMENTS = 512  # elements of each sampled tensor, evenly spaced over it
 _PROJECTIONS = 8  # samples of the initial weights
 _OF_A_ROW = 32  # first elements of a row that its digest reads
 _ENDED = 0.01  # share of its highest rate at which a schedule has come down to zero
@@ -60,7 +60,7 @@ class TraceRecorder:
         self._buffers: _Values = {}  # after the last step
         self._loop_ends = LoopEnds()
         self._fetched: Counter[int] = Counter()  # batches of all loaders, by length of the loader
-        self._fetched_before: list[Counter[int]] = []  # the same at the end of each step
+        self._fetched_before: list[Counter[int]] = []  # counts at the end of each step
         self._by_hand = False  # the script itself says which micro-batch ends an optimizer step
         self._gradients: list[tuple[int, int]] | None = None  # versions after the last backward; None after a step
         self._schedule: Any = None

@@ -39,7 +39,7 @@ _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 
 _UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothing
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _RATE_ROUNDING = 2e-7  # relative; of rates in 32 bits
-_LATER_TOLERANCE = 0.1  # of the highest learning rate in later steps, and of an epoch's optimizer steps
+_LATER_TOLERANCE = 0.1  # share of the highest learning rate in later steps, and of an epoch's optimizer steps
 _COARSE_TOLERANCE = math.log1p(0.25)  # the last batch of a data set may be smaller, and buffers may have 16 bits
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
@@ -73,7 +73,7 @@ class Certificate:
 
     verdict: Verdict
     text: str  # figures of an equal training, or the reason
-    quantity: str = ""  # that differs
+    quantity: str = ""  # quantity that differs
     factor: float = 1.0  # the candidate's value divided by the reference's
     cause: str = ""  # knob because of which it differs; empty if unknown
 
@@ -163,7 +163,7 @@ class Seen(NamedTuple):
     theirs: float  # the reference's
     mine: float
     step: int = 0  # optimizer step, from 1
-    name: str = ""  # of the number, if a check compares several
+    name: str = ""  # name of the number, if a check compares several
 
     @property
     def factor(self) -> float:
@@ -187,7 +187,7 @@ class Check:
 
     name: str  # key of `_TEXTS`
     values: Callable[[Pair], Iterable[Seen]]  # none where the check does not apply
-    tolerance: float = 0.0  # of `Seen.difference`
+    tolerance: float = 0.0  # limit of `Seen.difference`
     causes: tuple[Callable[[Pair], Cause | None], ...] = ()  # the first that applies is the cause
     verdict: Verdict = Verdict.DIFFERS
 

@@ -28,7 +28,7 @@ def install(context: Context) -> None:
     def initialize(original: Original, /, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         if context.join is not None:
-            joins, context.join = context.join, None  # it creates the group by the same functions
+            joins, context.join = context.join, None  # creates the group by the same functions
             joins(given.get("backend") or given.get("dist_backend") or "")
         if original.__name__ == "init_distributed" or not torch.distributed.is_initialized():
             original(*args, **kwargs)

@@ -18,7 +18,7 @@ from autotune.rank.hooks.base import Context, leaves
 from autotune.rank.patches import Original
 from autotune.rank.versions import import_or_none
 
-_SCAN_SECONDS = 20.0  # of one data set, at most; also the longest wait for one sample
+_SCAN_SECONDS = 20.0  # limit for one data set; also the longest wait for one sample
 _COMPARED = 4  # samples by whose sizes a data set is recognized
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it spread evenly, wherever the scan ends
 _UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger number
