@@ -191,11 +191,7 @@ def _usual_change(training: Training, before_batch: bool) -> str:
 
 
 def _command(training: Training) -> str:
-    gpus = training.ranks or "N"
-    command = f"autotune run --gpus {gpus} -- your command, as you typed it"
-    if training.model is None:
-        return command
-    return f"autotune run --model {training.model.name} --gpus {gpus}, or {command}"
+    return f"autotune run --gpus {training.ranks or 'N'} -- your command, as you typed it"
 
 
 # -- memory table ------------------------------------------------------------------------------------------------------
@@ -330,12 +326,13 @@ def _explain_host(failure: LoggedFailure, training: Training) -> Explanation:
     if failure.killed:
         what = "a rank was killed (SIGKILL), as the kernel does if main memory runs out"
     place, changes, holds = place_of(failure) or progress_of(failure), data()["host"], ""
+    offloaded = bool(training.candidate.offloaded)
     if count:
         holds = f"a copy of the weights takes {format_bytes(2 * count)} in 16 bits and {format_bytes(4 * count)} in 32"
         holds += f"; while {ranks} ranks load one each, {format_bytes(2 * ranks * count)} or more" * (ranks > 1)
-    if training.candidate.offloaded:
-        need = format_bytes(18 * (training.of_optimizer or 0))
-        holds += f"; offloaded, AdamW takes 16 bytes a parameter and the weights 2: {need} over all ranks"
+        need = format_bytes(16 * (training.of_optimizer or 0) + 2 * count)
+        holds += f"; offloaded, AdamW takes 16 bytes a trained parameter and the weights 2: {need} in all" * offloaded
+    if offloaded:
         place = {"saving": place}.get(place, "offloading")
     change = f"{changes.get(place, changes[''])}; or more main memory (in a container or a job: a higher limit)"
     return Explanation(what, "", holds, change, "a smaller batch: these bytes hold none", _command(training))

@@ -171,8 +171,8 @@ def _said(text: str, fact: str) -> str | None:
 
 
 def _option(text: str, name: str, value: str = _NUMBER) -> str | None:
-    """Return the last value that is given as `--name value`, `name=value`, `name: value` or `"name": value`, or None."""
-    pattern = rf"""(?<!\w)(?:{data()["options"][name]})['"]?(?:\s*[:=]\s*|\s+)['"\[]?{value}"""
+    """Return the last value that is given as `--name value`, `name=value`, `name: value` or `'--name', 'value'`, or None."""
+    pattern = rf"""(?<!\w)(?:{data()["options"][name]})['"]?(?:\s*[:=,]\s*|\s+)['"\[]?{value}"""
     found = re.findall(pattern, text, re.IGNORECASE)
     return found[-1] if found else None
 

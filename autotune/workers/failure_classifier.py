@@ -525,8 +525,8 @@ _PATTERNS = (
         r"(?:pin(?:ned)?[ _]memory|page-?locked)\b[^\n]{0,200}out of memory|error while trying to pin memory|mlock failed",
         r"in pin memory thread for device.{0,6000}out of memory",
         r"unable to (?:mmap|open shared memory|write to file </torch_|resize file </torch_|allocate shared memory)",
-        r"(?<!PCIe )Bus error|shared memory \(shm\)|/dev/shm.*No space left|out of shared memory|signal SIGBUS|exit ?code:? -7\b",
-        r"killed by signal: Killed|oom[-_]kill|Out of memory: Kill|low on memory|out-of-memory handler",
+        r"(?<!PCIe )Bus error|shared memory \(shm\)|/dev/shm.*No space left|out of shared memory|signal SIGBUS",
+        r"killed by signal: Killed|oom[-_]kill|Out of memory: Kill|low on memory|out-of-memory handler|code\W+-7\b",
     ),
     *_patterns(
         OutcomeKind.OOM_DEVICE,

@@ -82,35 +82,15 @@ def test_nothing_is_advised_that_was_tried_in_vain() -> None:
                 assert not change.startswith("offload_optimizer"), row["file"]
 
 
-@pytest.mark.parametrize(
-    ("number", "change"),
-    [
-        ("01", "ZeRO stage 3: a GPU then needs about"),
-        ("02", "ZeRO stage 3 under zero.Init"),
-        ("08", "other processes hold 16.99 GiB"),
-        ("11", "compute the loss in chunks"),
-        ("14", "train under DeepSpeed"),
-        ("18", "ZeRO stage 3: a GPU then needs about"),
-        ("26", "take attention that keeps no scores"),
-        ("38", "make the model under zero.Init"),
-        ("43", "offload to NVMe"),
-        ("47", "look for the rank"),
-        ("54", '"zero_allow_untested_optimizer": true'),
-        ("58", "3.83 GiB are reserved in pieces"),
-        ("61", "ZeRO stage 3: a GPU then needs about"),
-        ("67", "14.04 GiB are reserved in pieces"),
-        ("68", "make the model under zero.Init"),
-        ("70", "the GPU has room"),
-        ("71", "355.43 GiB fit on no GPU of this size: shorter rows"),
-        ("72", "lower the inference engine's share"),
-        ("73", '"pin_memory": false'),
-        ("74", "make the model under zero.Init"),
-        ("75", "the three numbers must multiply"),
-        ("76", "fewer data loader workers"),
-    ],
-)
-def test_the_change_is_what_helped_or_what_the_numbers_prove(number: str, change: str) -> None:
-    assert explained(number).change.startswith(change)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["file"])
+def test_the_change_is_what_helped_or_what_the_numbers_prove(row: dict[str, Any]) -> None:
+    assert explained(row["file"]).change.startswith(row.get("change", ""))
+
+
+@pytest.mark.parametrize(("log", "line"), json.loads((CASES / "logs.json").read_text()).items())
+def test_the_end_of_a_log_is_explained(log: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(log)
+    assert line in "\n".join(explain_log(tmp_path / "train.log").lines())
 
 
 ODD = (
