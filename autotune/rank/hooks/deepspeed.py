@@ -342,28 +342,27 @@ def _count_pending(context: Context) -> None:
 
 
 def watch_module(context: Context, module: Any) -> None:
-    """Report forwards of the trained module too, which a script may call without its engine.
+    """Report forwards of the trained module that bypass its engine, unless another engine is chosen by then.
 
     In a module that the script compiled in place, a hook would enter the graph and break it (`fullgraph=True`). The
     compiled call is wrapped instead.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
+
+    # A function is shared by a copy of the module (an average of the weights), and a partial's context cannot be copied.
+    def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if context.inside is None and (context.engine is None or module is context.engine.module):
+            _see(context, module, args, kwargs)
+
     if compiled is None:
-        see = functools.partial(_see_module, context)
         context.module_hook = module.register_forward_pre_hook(see, with_kwargs=True)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _see_module(context, module, args, kwargs)
+        see(module, args, kwargs)
         return compiled(*args, **kwargs)
 
     module._compiled_call_impl = call
-
-
-def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Report a forward that bypasses the engine, unless the module belongs to a former choice of the engine."""
-    if context.inside is None and (context.engine is None or module is context.engine.module):
-        _see(context, module, args, kwargs)
 
 
 def _compile(context: Context, original: Original, engine: Any, /, *args: Any, **kwargs: Any) -> Any:

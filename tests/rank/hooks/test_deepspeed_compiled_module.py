@@ -1,5 +1,7 @@
 """A script that compiles its module as one graph keeps that graph, and is still seen."""
 
+import copy
+
 import pytest
 
 from autotune.rank.hooks.deepspeed import watch_module
@@ -30,3 +32,11 @@ def test_a_whole_graph_stays_whole(in_place: bool) -> None:
     compiled.eval()
     compiled(batch)
     assert len(watcher.of("rows and tokens")) == 1, "it trains no more"
+
+
+def test_a_copy_of_the_module_shares_its_hook() -> None:
+    import torch
+
+    net = torch.nn.Identity()
+    watch_module(make_context()[0], net)
+    assert copy.deepcopy(net)._forward_pre_hooks == net._forward_pre_hooks
