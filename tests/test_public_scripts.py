@@ -8,6 +8,7 @@ import pytest
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.outcome import OutcomeKind
+from autotune.script.carriers import STEP
 from autotune.script.profile import own_candidate
 from autotune.search.certificate import Certifier, Verdict
 from autotune.search.trials import SEARCH
@@ -16,14 +17,14 @@ from tests.conftest import SCRIPTS, Scripts
 DEEP = "dataset.train.kwargs.batch_size"
 # way: (its arguments, flags that are found, a part of the note on its batch, stages that train otherwise or are refused)
 PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
-    "minrf": ("--train_batch_size 32 --per_device_train_batch_size 4", {}, "", ()),
+    "minrf": ("--train_batch_size 32 --per_device_train_batch_size 4", {STEP: "--train_batch_size"}, "", ()),
     "latent_diffusion": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--ga_steps"}, "", ()),
     "controlnet": ("--cfg_path x.yaml", {MICRO_BATCH: DEEP, ACCUMULATION: "accelerate.accumulation"}, "", ()),
     "cifar_moe": ("", {MICRO_BATCH: "--batch_size"}, "", (3,)),
     "surgery": ("--bs 4", {MICRO_BATCH: "--bs"}, "", ()),
     "webdataset": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--accum_freq"}, "", ()),
     "imagenet": ("", {MICRO_BATCH: "--batch-size", ACCUMULATION: "--iter-size"}, "", ()),
-    "rlhf": ("", {MICRO_BATCH: "--micro_train_batch_size"}, "", ()),
+    "rlhf": ("", {MICRO_BATCH: "--micro_train_batch_size", STEP: "--train_batch_size"}, "", ()),
     "tokens": ("", {MICRO_BATCH: "--max_tokens", ACCUMULATION: "--update_freq"}, "", ()),
     "scaled_by_hand": ("", {MICRO_BATCH: "--batch_size"}, "", (1, 2, 3)),
     "muon": ("", {MICRO_BATCH: "--device_batch_size"}, "", (1, 2, 3)),
@@ -50,7 +51,7 @@ def test_a_script_is_tuned_or_says_why_not(scripts: Scripts, tmp_path: Path, fil
     found = scripts.probe([str(SCRIPTS / file), way, *words.split()], tmp_path)
     profile = found.script.profile
     assert note in profile.batch_note if note else not profile.batch_note, profile.batch_note
-    assert profile.found_flags == flags, (profile.found_flags, profile.product_flags)
+    assert profile.found_flags == flags, profile.attempts
     own = own_candidate(found.script)
     assert found.baseline is not None
     others = [own.but(zero_stage=stage) for stage in (otherwise[:1] or (2 if own.stage != 2 else 1,))]

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
-from autotune.script.argument_files import argument_names, integers_in_words, knob_values
+from autotune.script.argument_files import argument_names, integers_in_words, own_files
 from autotune.script.argument_writer import integers_in_files, with_declared_files
+from autotune.script.carriers import STEP, carrier_of, place_in_file
 from autotune.script.environment import READ, READ_INTEGERS, VARIABLE, own_variables
 from autotune.script.profile import (
     RAN,
@@ -39,7 +41,7 @@ from autotune.script.profile import (
     unheeded_accumulation,
 )
 from autotune.script.recorded import is_data
-from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
+from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, stored_findings
 from autotune.search.certificate import Verdict, compare, with_noise
 from autotune.util.files import write_atomically
@@ -265,15 +267,8 @@ def _checked(
         )
     unheeded = unheeded_accumulation(facts, profile, executor.hardware.count) if own else ""
     if measured is not None and not unheeded:
-        found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
-        cut = _cut_by_loop(profile, facts)
-        if cut and found.get("found_flags"):
-            profile = _profile(facts, lambda _: cut, own=own)
-        elif profile.accumulated_by_hand > 1 and ACCUMULATION in found.get("found_flags", {}):
-            facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
-            profile = _profile(facts, batch_seen, own=own)
-        profile = dataclasses.replace(profile, **found)
-        for line in _lines_of_flags(profile, _integers(script, facts)):
+        profile = carriers_found(runs, dataclasses.replace(script, profile=profile), facts)
+        for line in _found_lines(profile):
             print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     trace = None
@@ -362,10 +357,12 @@ def least_memory_candidate(optimizer: str, device: str) -> Candidate:
 
 def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
     """Return by knob the script's own batch sizes outside its config: from words, files, arguments and loaders."""
-    found = {}
+    found, integers = {}, _integers(script, facts)
     for knob in (MICRO_BATCH, ACCUMULATION):
-        words = [int(word) for one in knob_values(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
-        found[knob] = [*words, *facts.get("said", {}).get(knob, ())]
+        places = [place_in_file(script, file.data, knob) or () for file in own_files(script)]
+        names = [dict(script.flags).get(knob, ""), *(".".join(place) for place in places)]
+        said = [integers[name] for name in names if name in integers]
+        found[knob] = [*said, *facts.get("said", {}).get(knob, ())]
     return found
 
 
@@ -673,223 +670,173 @@ class ShortRuns:
         return outcome, dict(session.facts)
 
 
-# -- flags that carry the batch ----------------------------------------------------------------------------------------
+# -- places that carry the batch ---------------------------------------------------------------------------------------
 
-_NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
-_MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value; at least one is free for each
+_NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation", STEP: "batch of a whole step"}
+_MOST_PLACES = 6  # places that get another value at once
+_TIMES = (0.5, 1, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a place's own value; at least one is free for each
+# words of a name that tell that it holds a batch or an accumulation
+_OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
 
 
-def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that carry the micro-batch or the accumulation, of those that no known flag carries, as a profile.
+def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> ScriptProfile:
+    """Return the profile with the places that carry the micro-batch or the accumulation, if no known place does.
 
-    Returns:
-        Fields of a profile, with a line for each attempt; only those that are not empty.
+    Places that may hold one of these numbers get other values in one run, each another multiple of its own. The multiples of rows
+    and backwards in its steps tell them apart. Each attempt leaves a line in the profile.
 
     Raises:
         Stopped: the user stopped the tuner.
     """
-    seen = script.profile
-    if seen.through_arguments or not seen.counted or not facts.get("rows") or not facts.get("micros"):
-        return {}
-    cut = _cut_by_loop(seen, facts)
-    seen = dataclasses.replace(seen, **cut)
-    script = dataclasses.replace(script, profile=seen)
-    own = {MICRO_BATCH: seen.micro_batch, ACCUMULATION: _accumulation(seen, facts["micros"], seen.accumulation)}
-    taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
-    integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
-    likely = {flag: value for flag, value in integers.items() if not _is_other_variable(flag)}
-    # A flag of a known name may hold another value than the steps, such as all ranks' accumulation.
-    differs = [knob for knob, value in own.items() if integers.get(KNOWN_FLAGS[knob], value) != value]
-    wanted = [knob for knob in own if cut or knob in differs or not carries_knob(script, knob)]
-    products = _Products.of(runs.executor.hardware.count, own, wanted, facts, likely)
-    attempts = [*_attempts(own, wanted, likely, products.options)]
-    attempts += [one for one in _attempts(own, wanted, integers, {}) if one not in attempts]
+    profile, lines = script.profile, list[str]()
+    if profile.through_arguments or not profile.counted or not facts.get("rows") or not facts.get("micros"):
+        why = "its TrainingArguments carry it" if profile.through_arguments else "its steps cannot be counted"
+        return dataclasses.replace(profile, attempts=(f"no flag or variable was tried: {why}",))
+    loop = of_loop(profile, facts)
+    own, places, wanted = _numbers(loop), _integers(script, facts), list[str]()
+    for knob in (MICRO_BATCH, ACCUMULATION):
+        place = carrier_of(script, knob).place
+        # one of a known name may hold another value than the steps, such as all ranks' accumulation
+        if carries_knob(script, knob) and places.get(place, own[knob]) == own[knob]:
+            lines.append(f"{_NAMED[knob]} {own[knob]}: a flag or file of a known name carries it")
+            places.pop(place, None)
+        else:
+            wanted.append(knob)
+    may_be = _may_be(own, wanted, places, (runs.executor.hardware.count, int(facts.get("widest", 1))))
+    exact = {place for place in may_be if places[place] in [own[knob] for knob in wanted]}
     sought = " and ".join(f"{_NAMED[knob]} {own[knob]}" for knob in wanted)
-    known = [knob for knob in own if knob not in wanted]
-    lines = [f"{_NAMED[knob]} {own[knob]}: a flag or file of a known name carries it" for knob in known]
+    attempts = _attempts([*may_be], exact)
     if wanted and not attempts:
         lines.append(f"no flag, variable or value of a file may be its {sought}: none is set")
-    for options, of_products in attempts:
+    for attempt in attempts:
         if not runs.left:
             lines.append(f"what carries its {sought} was not sought further: no run or time is left")
             break
-        changed = _other_values(options, of_products, own[MICRO_BATCH])
-        now, why = _batch_with(runs, script, facts, changed)
-        tried = f"tried {', '.join(f'{flag} {integers[flag]} -> {value}' for flag, value in changed.items())}"
-        if now is None:
+        changed = _other_values({place: places[place] for place in attempt}, exact, own[MICRO_BATCH])
+        times, why = _times_with(runs, script, facts, changed)
+        tried = f"tried {', '.join(f'{place} {places[place]} -> {value}' for place, value in changed.items())}"
+        if why:
             lines.append(f"{tried}: not taken, {why}")
             continue
-        carriers = {knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted}
-        alone = {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}
-        missing = [knob for knob in wanted if knob not in alone]
-        found = products.roles({flag: changed[flag] for flag in of_products}, now, missing)
-        found["found_flags"] = {**alone, **found["found_flags"]}
-        steps = ", ".join(f"{_NAMED[knob]} {now[knob]:g}" for knob in own)
-        chosen = ", ".join([*found["found_flags"].values(), *found["product_flags"]]) or "nothing, no value explains it"
-        found["attempts"] = (*lines, f"{tried}: {steps}; taken: {chosen}")
-        return {key: value for key, value in found.items() if value}
-    return {"attempts": tuple(lines)}
+        found: dict[str, str] = {}
+        for name in (*wanted, STEP):
+            fits = [one for one in attempt if name in may_be[one] and changed[one] == times[name] * places[one]]
+            if fits and fits[0] not in found.values() and not found.keys() >= {*wanted}:
+                found[name] = fits[0]
+        steps = ", ".join(f"{_NAMED[knob]} {float(own[knob] * times[knob]):g}" for knob in (MICRO_BATCH, ACCUMULATION))
+        lines.append(f"{tried}: {steps}; taken: {', '.join(found.values()) or 'nothing, no value explains it'}")
+        if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
+            profile = loop
+        factors = {name: places[place] // _numbers(profile)[name] for name, place in found.items()}
+        profile = dataclasses.replace(profile, found_flags=found, flag_times=factors)
+        break
+    return dataclasses.replace(profile, attempts=tuple(lines))
 
 
-def _attempts(
-    own: dict[str, int], wanted: list[str], integers: dict[str, int], products: dict[str, int]
-) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """Yield flags to change in one run, those with the value of a knob and those of a product; the most first.
+def _numbers(profile: ScriptProfile) -> dict[str, int]:
+    """Return the numbers of a rank's own batch that a place may carry."""
+    micro_batch, accumulation = profile.micro_batch, profile.accumulation
+    return {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation, STEP: micro_batch * accumulation}
+
+
+def of_loop(profile: ScriptProfile, facts: dict[str, Any]) -> ScriptProfile:
+    """Return the profile in numbers of a loop that accumulates in an engine without accumulation; unchanged for other loops.
+
+    It sums several micro-batches of the engine, or cuts one of them.
+    """
+    micros, sums = facts["micros"], profile.accumulated_by_hand > 1
+    cuts = facts["rows"] == profile.micro_batch and profile.micro_batch % micros == 0
+    if micros == 1 or profile.accumulation > 1 or profile.counted != "rows" or not (sums or cuts):
+        return profile
+    micro_batch = profile.micro_batch if sums else profile.micro_batch // micros
+    return dataclasses.replace(
+        profile,
+        micro_batch=micro_batch,
+        accumulation=micros,
+        rows_per_sample=facts["rows"] // (micro_batch * micros),
+        micros_per_accumulation=1.0,
+        accumulated_by_hand=1,
+        loop_accumulates=not profile.loader_prepared if sums else "cuts",
+        saved_bytes_per_sample=profile.saved_bytes_per_sample * profile.micro_batch / micro_batch,
+    )
+
+
+def _may_be(
+    own: dict[str, int], wanted: list[str], places: dict[str, int], sizes: tuple[int, int]
+) -> dict[str, list[str]]:
+    """Return the numbers that each place may carry, without places that may carry none.
 
     Args:
-        own: values of the knobs.
-        wanted: knobs that no known flag carries.
-        integers: values of all flags.
-        products: flags with the value of a product.
+        own: micro-batch, accumulation and samples of a rank's step.
+        wanted: those that no known place carries.
+        places: values by place.
+        sizes: number of ranks, and of tokens in a row, by which a value may be a multiple.
     """
-    tried = []
-    # An accumulation of 1 alone would try each flag that happens to be 1.
-    for knobs, others in ((wanted, products), (wanted[:1], products), (wanted, {}), (wanted[:1], {}), ([], products)):
-        options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
-        if len(options) > _MOST_FLAGS:  # a file of data has many
-            options = {flag: value for flag, value in options.items() if flag.startswith(("-", VARIABLE))}
-        beside = {flag: value for flag, value in others.items() if flag not in options}
-        finds = beside or MICRO_BATCH not in wanted or own[MICRO_BATCH] in options.values()
-        attempt = (options, beside)
-        if finds and 0 < len(options) + len(beside) <= _MOST_FLAGS and attempt not in tried:
-            tried.append(attempt)
-            yield attempt
-
-
-def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
-    """Return the positive integers of the script's parsers, words and argument files, by flag or dotted name.
-
-    Words of the command count for parsers other than argparse (click, fire, Hydra).
-    """
-    of_variables = facts.get(READ_INTEGERS, {}).items()
-    read = {flag: value for flag, value in of_variables if flag.removeprefix(VARIABLE) in facts.get(READ, {})}
-    return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {}), **read}
-
-
-# words of a variable's name that tell that it holds a batch or an accumulation
-_OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
-
-
-def _is_other_variable(flag: str) -> bool:
-    """Return True for a variable whose name does not tell that it holds a batch. Such variables are tried last."""
-    return flag.startswith(VARIABLE) and not _OF_A_BATCH.search(flag)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Products:
-    """Flags whose value may be a product with a knob: samples of a micro-batch or step, or all ranks' accumulation."""
-
-    own: dict[str, int]  # values of the knobs
-    micros: frozenset[int]  # values of a micro-batch, of one rank or all, in samples or tokens
-    steps: frozenset[int]  # values of a step
-    accumulations: frozenset[int]  # values of an accumulation that the script divides by the ranks
-    options: dict[str, int]
-
-    @classmethod
-    def of(
-        cls, ranks: int, own: dict[str, int], wanted: list[str], facts: dict[str, Any], integers: dict[str, int]
-    ) -> _Products:
-        """Return the flags among these integers."""
-        micro_batch, accumulation = own[MICRO_BATCH], own[ACCUMULATION]
-        tokens = int(facts.get("widest", 1))
-        units = {1, ranks, tokens, ranks * tokens} if MICRO_BATCH in wanted else set()
-        micros = frozenset(micro_batch * unit for unit in units) - {micro_batch}
-        steps = frozenset(micro_batch * accumulation * unit for unit in units) - {micro_batch}
+    ranks, tokens = sizes
+    units = {MICRO_BATCH: {1, ranks, tokens, ranks * tokens}, ACCUMULATION: {1}}
+    sought = [*wanted]
+    if wanted and own[ACCUMULATION] > 1:
         # Without accumulation, the number of ranks alone would try each flag that happens to have it.
-        divided = ACCUMULATION in wanted and accumulation > 1
-        accumulations = frozenset({accumulation * ranks} if divided else ()) - {accumulation}
-        values = micros | steps | accumulations
-        dashed = {flag: value for flag, value in integers.items() if flag.startswith(("-", VARIABLE))}
-        options = {flag: value for flag, value in dashed.items() if value in values}
-        return cls(own, micros, steps, accumulations, options)
-
-    def roles(self, changed: dict[str, int], now: dict[str, float], missing: list[str]) -> dict[str, Any]:
-        """Return the roles of changed flags as keys of a profile, by the batch of a run with them.
-
-        Args:
-            changed: new values.
-            now: values of the knobs in that run.
-            missing: knobs that no other flag carries.
-        """
-        times = {knob: now[knob] / self.own[knob] for knob in self.own}
-        step = times[MICRO_BATCH] * times[ACCUMULATION]
-        of_micro, of_step, of_accumulation = (
-            [flag for flag in changed if self.options[flag] in values and changed[flag] / self.options[flag] == by != 1]
-            for values, by in (
-                (self.micros, times[MICRO_BATCH]),
-                (self.steps, step),
-                (self.accumulations, times[ACCUMULATION]),
-            )
-        )
-        carriers = {}
-        products: dict[str, int] = {}
-        if MICRO_BATCH in missing and len(of_micro) == 1:
-            carriers[MICRO_BATCH] = of_micro[0]
-        elif MICRO_BATCH in missing:
-            products = {flag: self.options[flag] for flag in of_step}
-        if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
-            carriers[ACCUMULATION] = of_accumulation[0]
-        elif ACCUMULATION in missing:  # computed from a whole step, which another global batch changes
-            left = [flag for flag in of_step if flag not in carriers.values()]
-            products = products or {flag: self.options[flag] for flag in left}
-        multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
-        return {"found_flags": carriers, "flag_times": multiples, "product_flags": products}
+        units |= {ACCUMULATION: {1, ranks}, STEP: units[MICRO_BATCH]}
+        sought.append(STEP)
+    found = {
+        place: names
+        for place, value in places.items()
+        if (names := [name for name in sought if value in [own[name] * unit for unit in units[name]]])
+    }
+    # The config may carry the micro-batch. An accumulation alone would then try each flag that happens to have it.
+    if MICRO_BATCH in wanted and all(names == [ACCUMULATION] for names in found.values()):
+        return {place: names for place, names in found.items() if _OF_A_BATCH.search(place)}
+    return found
 
 
-def _other_values(options: dict[str, int], products: dict[str, int], micro_batch: int) -> dict[str, int]:
-    """Return another value for each flag, distinct from all others; the smallest values first, which need least memory.
+def _attempts(places: list[str], exact: Set[str]) -> list[tuple[str, ...]]:
+    """Return the places to change in each run: telling names first, then fewer; variables of other names last."""
+    telling = [place for place in places if _OF_A_BATCH.search(place)]
+    others = [place for place in places if place not in telling]
+    variables = [place for place in others if place.startswith(VARIABLE)]
+    named = [place for place in others if not place.startswith((VARIABLE, "-"))]  # a file of data has many
+    flags = [place for place in others if place.startswith("-")]
+    fewer = telling or [place for place in flags if place in exact]
+    attempts = ([*telling, *flags, *named], fewer, variables)
+    return [*dict.fromkeys(tuple(one[:_MOST_PLACES]) for one in attempts if one)]
+
+
+def _other_values(values: dict[str, int], exact: Set[str], micro_batch: int) -> dict[str, int]:
+    """Return another value for each place, each by another factor; the smallest values first, which need least memory.
 
     Args:
-        options: values by flag.
-        products: values by flag. Each gets a multiple of its own, another one than the others, so that a script can still
-            divide it by any of the options.
-        micro_batch: of the script. No product makes it the new value of an option.
+        values: by place.
+        exact: places whose value is no product. A product stays divisible by what these hold, and no quotient of factors is that
+            of another place.
+        micro_batch: of the script, which a factor of a product keeps whole.
     """
     changed: dict[str, int] = {}
-    taken = {*options.values(), *products.values()}
-    for flag, value in options.items():
-        changed[flag] = next(int(value * times) for times in _TIMES if _is_free(value * times, taken))
-        taken.add(changed[flag])
-    ratios = {changed[flag] / value for flag, value in options.items()}
-    common = math.lcm(*(int(ratio) for ratio in ratios if ratio > 1))
-    own = {*changed.values()}
-    multiples = [common * times for times in (1, *_TIMES) if common * times > 1 or (times == 0.5 and not options)]
-    for flag, value in products.items():
-        at = next(
-            at
-            for at, times in enumerate(multiples)
-            if _is_free(value * times, taken) and own.isdisjoint(micro_batch * times / by for by in (1, *ratios))
-        )
-        changed[flag] = int(value * multiples.pop(at))
-        taken.add(changed[flag])
+    factors: set[float] = {1}
+    for place in sorted(values, key=lambda place: place not in exact):
+        options: list[float] = [times for times in _TIMES if values[place] * times % 1 == 0]
+        if place not in exact:
+            common = math.lcm(*(int(one) for one in factors if one > 1))
+            first = factors == {1}
+            options = [common * times for times in _TIMES if times >= 1 or (first and micro_batch * times >= 1)]
+            options = [one for one in options if factors.isdisjoint(one / other for other in factors)]
+        times = next(one for one in options if one not in factors)
+        factors.add(times)
+        changed[place] = int(values[place] * times)
     return changed
 
 
-def _is_free(value: float, taken: set[int]) -> bool:
-    return value == int(value) > 0 and value not in taken
+def _times_with(
+    runs: ShortRuns, script: Script, facts: dict[str, Any], values: dict[str, int]
+) -> tuple[dict[str, Fraction], str]:
+    """Return how many times the numbers of the script's steps are its own in a run with these values of places.
 
-
-def _lines_of_flags(profile: ScriptProfile, integers: dict[str, int]) -> Iterator[str]:
-    """Yield what was found about each flag."""
-    for knob, flag in profile.found_flags.items():
-        times = profile.flag_times.get(knob)
-        over = f" times {times}" if times else ""
-        yield f"{flag} {integers[flag]} is its {_NAMED[knob]}{over}: candidates set it (--map {knob}=--FLAG names another)"
-    for flag, value in profile.product_flags.items():
-        decides = "" if MICRO_BATCH in profile.found_flags else ", and it decides their micro-batch"
-        yield f"{flag} {value} is the batch of its whole step: candidates keep it{decides}"
-
-
-def _batch_with(
-    runs: ShortRuns, script: Script, facts: dict[str, Any], flags: dict[str, int]
-) -> tuple[dict[str, float] | None, str]:
-    """Return the batch of the script's steps with these values of its flags, by knob; None and the reason if it does not run."""
-    argv = list(script.argv)
-    in_words = argument_names(script.argv)
-    tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
-    for flag in flags.keys() - tried.keys():
-        argv = with_flag(argv, flag, flags[flag])
+    Without such steps, the text says why.
+    """
+    argv, in_words = list(script.argv), argument_names(script.argv)
+    tried = {place: value for place, value in values.items() if not place.startswith("-") and place not in in_words}
+    for place in values.keys() - tried.keys():
+        argv = with_flag(argv, place, values[place])
     named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
     seen = script.profile
     profile = ScriptProfile(largest=seen.largest, pads_to=seen.pads_to, tried_values=tried)
@@ -897,26 +844,29 @@ def _batch_with(
     job = dataclasses.replace(runs.executor.job, script=typed)
     outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
-        return None, outcome.reason or "its steps cannot be counted"
-    rows_of_one = facts["rows"] / (facts["micros"] * script.profile.micro_batch)
-    accumulation = _accumulation(script.profile, now["micros"], now["accumulation"])
-    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}, ""
+        return {}, outcome.reason or "its steps cannot be counted"
+    rows, micros = Fraction(now["rows"], facts["rows"]), Fraction(now["micros"], facts["micros"])
+    return {MICRO_BATCH: rows / micros, ACCUMULATION: micros, STEP: rows}, ""
 
 
-def _cut_by_loop(profile: ScriptProfile, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch of a loop that cuts its engine's batch into micro-batches; empty for another loop."""
-    micros, micro_batch = facts.get("micros") or 1, profile.micro_batch
-    whole = facts.get("rows") == micro_batch and profile.counted == "rows" and profile.accumulation == 1
-    if micros == 1 or not whole or micro_batch % micros:
-        return {}
-    counts = {"rows_per_sample": 1, "micros_per_accumulation": 1.0, "counted": "rows", "loop_accumulates": "cuts"}
-    return {"micro_batch": micro_batch // micros, "accumulation": micros, **counts}
+def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
+    """Return the positive integers of the script's parsers, words, argument files and variables, by place.
+
+    Words of the command count for parsers other than argparse (click, fire, Hydra).
+    """
+    of_variables = facts.get(READ_INTEGERS, {}).items()
+    read = {name: value for name, value in of_variables if name.removeprefix(VARIABLE) in facts.get(READ, {})}
+    found = {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {}), **read}
+    return {place: value for place, value in found.items() if place not in LOCAL_RANK_FLAGS}
 
 
-def _accumulation(profile: ScriptProfile, micros: int, of_engine: int) -> int:
-    """Return the accumulation of steps with so many backwards: the engine's, or the loop's in an engine without any."""
-    by_loop = profile.loop_accumulates or (profile.accumulated_by_hand > 1 and profile.accumulation == 1)
-    return micros if by_loop else of_engine
+def _found_lines(profile: ScriptProfile) -> Iterator[str]:
+    """Yield a line about each place that was found."""
+    for name, place in profile.found_flags.items():
+        times = profile.flag_times[name]
+        over = f" times {times}" if times > 1 else ""
+        value = _numbers(profile)[name] * times
+        yield f"{place} {value} is its {_NAMED[name]}{over}: candidates set it (--map KNOB=--FLAG names another)"
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------

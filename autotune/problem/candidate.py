@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.problem.ds_config import in_new_names, value_at
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
-from autotune.problem.job import FULL, Job, Script, parse_lora, under_lightning
+from autotune.problem.job import FULL, Job, Script, ScriptProfile, parse_lora, under_lightning
 from autotune.problem.knobs import (
     ACCUMULATION,
     ATTENTION,
@@ -40,11 +40,10 @@ from autotune.problem.knobs import (
     short_name,
 )
 
-__all__ = [  # names of knobs are exported too: users of candidates need them
+__all__ = [  # imported names that users of candidates need
     "ACCUMULATION",
     "ALLOCATOR_VARIABLES",
     "ATTENTION",
-    "BATCH_KEYS",
     "CHECKPOINTING",
     "COMPILED",
     "EXPANDABLE",
@@ -57,15 +56,8 @@ __all__ = [  # names of knobs are exported too: users of candidates need them
     "PACKING",
     "RUNG_KNOBS",
     "TRACED_KNOBS",
-    "ZERO_DEFAULTS",
-    "Candidate",
     "Value",
-    "describe",
     "is_read",
-    "job_with_candidate",
-    "knobs_of",
-    "samples",
-    "settings_of",
     "short_name",
 ]
 
@@ -171,11 +163,11 @@ class Candidate:
             whole = self.but(**{CHECKPOINTING: True})
         return whole.family if script is not None and script.holds_batch else whole.knobs
 
-    def engine_batch(self, script: Script | None) -> tuple[int, int]:
+    def engine_batch(self, profile: ScriptProfile) -> tuple[int, int]:
         """Return (micro-batch, accumulation) of the engine's config; a script's own loop may accumulate instead."""
-        if script is None or not script.profile.loop_accumulates:
+        if not profile.loop_accumulates:
             return self.micro_batch, self.accumulation
-        return self.rows_per_rank if script.profile.loop_accumulates == "cuts" else self.micro_batch, 1
+        return self.rows_per_rank if profile.loop_accumulates == "cuts" else self.micro_batch, 1
 
     def __str__(self) -> str:
         return describe(self.as_dict)
@@ -192,8 +184,8 @@ class Candidate:
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
             if job.optimizer_kind == "muon":  # stage3.py refuses it with `reduce_scatter`, which is on by default
                 config["zero_optimization"].setdefault("reduce_scatter", False)
-        if job.script is None or not job.script.holds_batch:
-            micro_batch, accumulation = self.engine_batch(job.script)
+        if not job.profile.batch_note:
+            micro_batch, accumulation = self.engine_batch(job.profile)
             if job.profile.loop_accumulates:
                 config |= {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
             # Under Ulysses, Trainer counts it over all ranks and DeepSpeed over groups of them; DeepSpeed computes a missing one.
@@ -262,7 +254,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Value]:
         value = value_at(config, knob.path.split(".")) if knob.path else None
         if isinstance(value, float) and knob.kind is not float:
             value = int(value) if value.is_integer() else None  # 5e8
-        if isinstance(value, bool | int | float | str) and value != "auto":
+        if isinstance(value, int | float | str) and value != "auto":
             found[name] = value
     return found
 

@@ -67,9 +67,8 @@ class Lora:
     # names of modules that are trained in full, besides the adapters (peft's modules_to_save)
     saved: tuple[str, ...] = ()
     dropout: float = 0.0  # share of each adapter's input; backward keeps a copy of the input and a mask
-    fp32: bool = (
-        False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine casts all to 16 bits
-    )
+    # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine casts all to 16 bits
+    fp32: bool = False
     quantize: str = ""  # NF4: linear layers of the base model are kept in 4 bits (QLoRA); empty: in the job's precision
 
     @classmethod
@@ -169,9 +168,7 @@ class ScriptProfile:
     loader_split: bool = False  # accelerate splits that loader's batches over the ranks
     relaunched: int = 0  # ranks that the script starts itself; 1 if unknown
     optimizer: str = ""  # kind of the optimizer that the script makes
-    torch_optimizer: dict[str, Any] = (
-        _empty()
-    )  # class, `fused` and `foreach` of torch's optimizer that the script makes
+    torch_optimizer: dict[str, Any] = _empty()  # class, `fused` and `foreach` of the script's optimizer of torch
     client_optimizer: bool = False  # the script makes its optimizer
     untested_optimizer: bool = False
     levers: tuple[str, ...] = ()  # knobs outside the DeepSpeed config that it has off, and that a hook can turn on
@@ -203,10 +200,10 @@ class ScriptProfile:
     # -- what carries it
     flags: tuple[str, ...] = ()  # known flags that its parsers have
     spellings: dict[str, Any] = _empty()  # flag -> words for [no, yes], if these are not `flag False` and `flag True`
-    found_flags: dict[str, str] = _empty()  # flags that were found to carry a knob, by knob
-    flag_times: dict[str, int] = _empty()  # multiple of the knob that such a flag takes, by knob
-    product_flags: dict[str, int] = _empty()  # own values of flags for the samples of a whole step
-    attempts: tuple[str, ...] = ()  # lines: what the search for flags has tried and seen, and what it has taken
+    # places that were found to carry a knob, by knob; those of the samples of a rank's step by `train_batch_size`
+    found_flags: dict[str, str] = _empty()
+    flag_times: dict[str, int] = _empty()  # multiple of the knob that such a place takes, by knob
+    attempts: tuple[str, ...] = ()  # lines: what the search for places has tried and seen, and what it has taken
     tried_values: dict[str, int] = _empty()  # values of files and variables in one run of the search for flags
     # -- what else decides it
     variables: dict[str, str] = _empty()  # device variables that its code sets: too late for a rank
@@ -226,6 +223,11 @@ class ScriptProfile:
         if data.get("version", 1) > cls.version:
             raise ValueError("a newer version has stored the findings about the script")
         known = {name: value for name, value in known_fields(cls, data).items() if value is not None}
+        for flag, value in data.get("product_flags", {}).items():  # version 2: own values of flags for a whole step
+            known.setdefault("found_flags", {})["train_batch_size"] = flag
+            known.setdefault("flag_times", {})["train_batch_size"] = (
+                value // data["micro_batch"] // data.get("accumulation", 1)
+            )
         lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         return cls(**{**known, **lists, "version": cls.version})
 
@@ -268,7 +270,7 @@ class Script:
         """Return the script of JSON data."""
         made: dict[str, Any] = {"argv": tuple(data["argv"]), "launcher": tuple(data.get("launcher", ()))}
         for name in ("flags", "environment"):
-            made[name] = tuple((first, second) for first, second in data.get(name, ()))
+            made[name] = tuple(map(tuple, data.get(name, ())))
         made["files"] = tuple(ArgumentFile(**one) for one in data.get("files", ()))
         made["profile"] = ScriptProfile.from_json(data.get("profile", {}))
         return cls(**{**data, **made})
@@ -303,7 +305,7 @@ class Script:
     @property
     def path(self) -> Path | None:
         """The script's file, or an installed command's; None for a module."""
-        if self.program is not None:
+        if self.program:
             return Path(self.program)
         return None if self.is_module else Path(self.cwd) / self.target
 
@@ -405,9 +407,9 @@ class Job:
             )
         if self.attention == "eager":
             return "Ulysses does not run with --attn eager. Choose another attention"
-        return (
-            f"does not divide the {self.seq_len} tokens of --seq-len. Change one of them" if self.seq_len % size else ""
-        )
+        if self.seq_len % size:
+            return f"does not divide the {self.seq_len} tokens of --seq-len. Change one of them"
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data, without unused fields, which must not change an older study's key."""
@@ -432,7 +434,7 @@ class Job:
         values = {name: value for name, value in known_fields(cls, data).items() if name not in _OF_A_CALL}
         script = Script.from_json(values["script"]) if values.get("script") else None
         lora = Lora.from_json(values["lora"]) if values.get("lora") else None
-        lengths = tuple((tokens, count) for tokens, count in values.get("lengths", ()))
+        lengths = tuple(map(tuple, values.get("lengths", ())))
         model = ModelSpec(**values["model"])
         return cls(**{**values, "model": model, "script": script, "lora": lora, "lengths": lengths})
 
@@ -486,11 +488,8 @@ class Job:
         section = self.base_config.get("torch_autocast")
         if not isinstance(section, dict) or section.get("enabled") is not True:
             return None
-        return (
-            "float16"
-            if str(section.get("dtype", "bfloat16")).removeprefix("torch.") in ("float16", "fp16")
-            else "bfloat16"
-        )
+        dtype = str(section.get("dtype")).removeprefix("torch.")
+        return "float16" if dtype in ("float16", "fp16") else "bfloat16"
 
     @property
     def optimizer_kind(self) -> str:
@@ -568,7 +567,7 @@ def script_text(script: Script) -> str | None:
 def under_lightning(script: Script) -> bool:
     """Check that Lightning trains: the probe run showed it; before that, the script's text imports it."""
     known = script.profile
-    return known.lightning or (not known.is_known and _LIGHTNING.search(script_text(script) or "") is not None)
+    return known.lightning or (not known.is_known and bool(_LIGHTNING.search(script_text(script) or "")))
 
 
 # -- checkpoint --------------------------------------------------------------------------------------------------------

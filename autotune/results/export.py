@@ -36,16 +36,10 @@ from autotune.rank.ds_config import all_ops, may_skip_parameters
 from autotune.results.output_files import check_out, secrets_note, sibling_path
 from autotune.script.argument_files import argument_names, own_files
 from autotune.script.argument_writer import winners_files
+from autotune.script.carriers import carrier_of
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import other_batch
-from autotune.script.script import (
-    KNOWN_FLAGS,
-    command,
-    command_names_config,
-    command_sets_all,
-    read_variables,
-    training_command,
-)
+from autotune.script.script import command, command_names_config, command_sets_all, read_variables, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -270,7 +264,7 @@ def without_checkpointing(candidate: Candidate, job: Job) -> str:
     """
     if job.script is None or not job.profile.checkpointed or candidate.get(CHECKPOINTING) is not False:
         return ""
-    if {**KNOWN_FLAGS, **dict(job.script.flags)}[CHECKPOINTING] in argument_names(job.script.argv):
+    if carrier_of(job.script, CHECKPOINTING).place in argument_names(job.script.argv):
         return ""
     if call := job.profile.checkpointing_call:
         return f"where your script's code itself has model.{call}, take it out: it was measured without activation checkpointing"

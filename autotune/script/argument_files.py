@@ -16,10 +16,10 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO
 from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Script
 from autotune.script.command_line import framework_of
-from autotune.script.environment import VARIABLE
 
 Place = tuple[str, ...]  # keys, from the top
-_MICRO_BATCHES = ("micro_batch_size", MICRO_BATCH)  # names in axolotl's files and DeepSpeed's, besides transformers'
+# names of axolotl's files and DeepSpeed's, besides transformers'
+ALIASES = {MICRO_BATCH: ("micro_batch_size", MICRO_BATCH)}
 CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face's arguments that name the config's file
 # One of these at the top makes a JSON object a DeepSpeed config.
 DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
@@ -29,30 +29,9 @@ OUTPUT = "output_dir"
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
 _MOST_LINKS = 1000  # links into one output folder
 _TELLING = (
-    *(CONFIG, OUTPUT, *_MICRO_BATCHES),
+    *(CONFIG, OUTPUT, *ALIASES[MICRO_BATCH]),
     *(KNOBS[knob].trainer for knob in (MICRO_BATCH, ACCUMULATION, CHECKPOINTING)),
 )
-
-
-def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config: str | None) -> dict[Place, Any]:
-    """Return the values that a candidate changes in a file, by place.
-
-    Args:
-        config: the path of the DeepSpeed config with the candidate in it; None leaves the file's own.
-    """
-    data = file.data
-    flags = argument_names(script.argv)
-    found: dict[Place, Any] = {}
-    for knob, value in candidate.passed_knobs(script):
-        place, negated = _place(script, data, knob)
-        if place is not None and f"--{place[-1]}" not in flags:
-            found[place] = not value if negated else value
-    if config is not None and (place := config_place(script, data)) is not None:
-        found[place] = config
-        framework = framework_of(script)
-        if framework and framework.superseded in data:
-            found[(framework.superseded,)] = None
-    return found
 
 
 # Keys of a launcher's file that accelerate refuses together with a DeepSpeed config's file (1.15, utils/dataclasses.py,
@@ -96,46 +75,15 @@ def config_place(script: Script, data: dict[str, Any]) -> Place | None:
     If there is none, return the place to add it, provided that the file holds Trainer's arguments.
     """
     known = _find_config(script, data) or find_key(data, (CONFIG,))
-    if known is not None or not _trainers(script, data):
-        return known
     named = CONFIG_FLAG in argument_names(script.argv) or script.ds_config is not None
-    return None if named or launcher_file(script) is not None else (*_beside(data), CONFIG)
-
-
-def can_set_knob(script: Script, knob: str) -> bool:
-    """Check that one of the command's files sets the knob, or could."""
-    return any(_place(script, file.data, knob)[0] for file in own_files(script))
+    if known is not None or named or launcher_file(script) is not None:
+        return known
+    return place_to_add(script, data, CONFIG)
 
 
 def carries_config(script: Script) -> bool:
     """Return True if a script's argument file holds the DeepSpeed config."""
     return any(config_place(script, file.data) for file in own_files(script))
-
-
-def knob_values(script: Script, knob: str) -> list[Any]:
-    """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
-    flag = dict(script.flags).get(knob)
-    found: list[Any] = []
-    if flag is not None and flag.startswith(VARIABLE):
-        value = {**script.profile.environment, **dict(script.environment)}.get(flag.removeprefix(VARIABLE))
-        found += [] if value is None else [value]
-    for at, word in enumerate(script.argv):
-        name, equals, value = word.partition("=")
-        if flag is not None and name.lstrip("+") == flag:
-            times = times_of(script, knob)
-            typed = [value] if equals else script.argv[at + 1 : at + 2]
-            found += [str(int(one) // times) if times > 1 and one.isdigit() else one for one in typed]
-    for file in own_files(script):
-        place, _ = _place(script, file.data, knob)
-        found += [] if place is None else [value_at(file.data, place)]
-    return found
-
-
-def times_of(script: Script, knob: str) -> int:
-    """Return the multiple of a knob's value that its flag takes."""
-    found = script.profile.found_flags.get(knob)
-    is_found = found is not None and dict(script.flags).get(knob) == found  # `--map` may name another
-    return script.profile.flag_times.get(knob, 1) if is_found else 1
 
 
 def own_config(script: Script) -> dict[str, Any] | Path | None:
@@ -226,37 +174,16 @@ def integers_in_words(words: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | None, bool]:
-    """Return the place of a knob in a file (existing, or where it could be added), and whether its value is negated there."""
-    declared = dict(script.flags).get(knob)
-    if declared is not None:
-        place = tuple(declared.split("."))
-        return (place, False) if not declared.startswith("-") and value_at(data, place) is not None else (None, False)
-    framework = framework_of(script)
-    if framework and knob in framework.negated:
-        return (find_key(data, (framework.negated[knob],)) or (framework.negated[knob],)), True
-    name = KNOBS[knob].trainer if knob in KNOBS else ""
-    if not name:
-        return None, False
-    known = find_key(data, (name, *_MICRO_BATCHES * (knob == MICRO_BATCH)))
-    added = (*_beside(data), name) if known is None and _trainers(script, data) else None
-    return known or added, False
-
-
-def _trainers(script: Script, data: dict[str, Any]) -> bool:
-    """Check that the file holds arguments of a Trainer, so that a missing argument may be added."""
-    through = script.profile.through_arguments or framework_of(script) is not None
-    return through and has_known_key(data)
-
-
 def has_known_key(data: dict[str, Any]) -> bool:
     """Return True if the data has a key of the config, the output folder or a knob."""
     return find_key(data, _TELLING) is not None
 
 
-def _beside(data: dict[str, Any]) -> Place:
-    """Return the place of the mapping that holds the arguments: the parent of the first known one."""
-    return next((place[:-1] for name in sorted(_TELLING) if (place := find_key(data, (name,))) is not None), ())
+def place_to_add(script: Script, data: dict[str, Any], name: str) -> Place | None:
+    """Return the place at which a Trainer's argument may be added to a file: next to a known one; None in other files."""
+    known = find_key(data, _TELLING)
+    through = script.profile.through_arguments or framework_of(script) is not None
+    return (*known[:-1], name) if known and through else None
 
 
 def find_key(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:

@@ -25,7 +25,6 @@ from autotune.script.argument_files import (
     OUTPUT,
     OUTPUT_FOLDER,
     Place,
-    changes_for,
     copies_folder,
     find_key,
     has_known_key,
@@ -36,6 +35,7 @@ from autotune.script.argument_files import (
     own_files,
     winners_copy,
 )
+from autotune.script.carriers import changes_for
 from autotune.script.environment import VARIABLE
 from autotune.script.profile import over_present
 

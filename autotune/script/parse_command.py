@@ -17,8 +17,9 @@ from autotune.problem.import_time_env import settings_in, variables_after
 from autotune.problem.job import ArgumentFile, Script, script_text
 from autotune.script.argument_files import integers_in_words, is_ds_config, launcher_data
 from autotune.script.argument_writer import argument_files, read_file
+from autotune.script.carriers import KNOWN_FLAGS
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
-from autotune.script.script import KNOWN_FLAGS, check_configs_exist
+from autotune.script.script import check_configs_exist
 from autotune.script.shell_script import started_training
 from autotune.util.bounds import MOST_RANKS, whole_number
 from autotune.util.interpreter import OWN, Interpreter, console_script

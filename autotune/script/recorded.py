@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.candidate import BATCH_KEYS, Candidate
 from autotune.problem.import_time_env import of_the_device
 from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.script.argument_files import argument_names, find_key, own_files
@@ -158,11 +158,9 @@ def data_of(profile: ScriptProfile, typed: Script) -> ScriptProfile:
     def is_plain(name: str, value: str) -> bool:
         return os.environ.get(name) == value or (bool(of_the_device([name])) and not _PATH.search(value))
 
-    carriers, products = profile.found_flags.items(), profile.product_flags.items()
     return dataclasses.replace(
         profile,
-        found_flags={knob: flag for knob, flag in carriers if knob in (MICRO_BATCH, ACCUMULATION) and is_typed(flag)},
-        product_flags={flag: size for flag, size in products if isinstance(size, int) and is_typed(flag)},
+        found_flags={k: flag for k, flag in profile.found_flags.items() if k in BATCH_KEYS and is_typed(flag)},
         spellings={flag: words for flag, words in profile.spellings.items() if _is_spelling(flag, words)},
         variables={name: value for name, value in profile.variables.items() if is_plain(name, str(value))},
     )

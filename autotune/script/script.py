@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.candidate import ACCUMULATION, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
+from autotune.problem.candidate import ACCUMULATION, KNOBS, MICRO_BATCH, RUNG_KNOBS, Candidate, Value, knobs_of
 from autotune.problem.ds_config import read_config
 from autotune.problem.job import Script, script_text, under_lightning
 from autotune.script.argument_files import (
     CONFIG_FLAG,
     CONFIG_SUFFIXES,
     argument_names,
-    can_set_knob,
     carries_config,
     is_ds_config,
     launcher_data,
@@ -25,9 +24,9 @@ from autotune.script.argument_files import (
     own_config,
     own_files,
     renamed,
-    times_of,
     winners_copy,
 )
+from autotune.script.carriers import KNOWN_FLAGS, STEP, can_set_knob, carried, carrier_of, settings
 from autotune.script.command_line import (
     ACCELERATE,
     DEEPSPEED,
@@ -45,8 +44,6 @@ from autotune.script.environment import VARIABLE, to_set
 #
 # User's own training script: its command line, and the flags that carry a candidate into it.
 
-# Hugging Face's names, in Trainer's arguments and in the parsers of its examples.
-KNOWN_FLAGS = {knob: f"--{one.trainer}" for knob, one in KNOBS.items() if one.trainer}
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # flags that the `deepspeed` launcher passes to every rank
 _NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
 # flags to look for in the script's parser
@@ -81,31 +78,10 @@ def heavy_imports(script: Script) -> list[str]:
     return sorted(found)
 
 
-def knob_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str, Value]]:
-    """Yield (knob, flag, value) of every knob of the candidate with a known flag, and of flags for a whole step's samples.
-
-    The knob of the latter is empty. They are yielded if the candidate's steps have other samples than the script's own.
-    """
-    for knob, value in candidate.passed_knobs(script):
-        flag, negated = _flag_of(script, knob)
-        if flag is not None:
-            times = times_of(script, knob)
-            yield knob, flag, not value if negated else int(value) * times if times > 1 else value
-    if not script.holds_batch and (products := script.profile.product_flags):
-        own = script.profile.micro_batch * script.profile.accumulation
-        now = candidate.rows_per_rank
-        yield from (("", flag, value * now // own) for flag, value in products.items() if now != own)
-
-
-def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
-    """Return the values of `knob_flags` by flag."""
-    return {flag: value for _, flag, value in knob_flags(script, candidate)}
-
-
 def yes_or_no_flags(script: Script) -> set[str]:
     """Return the flags of boolean knobs."""
-    switches = (flag for knob, flag in (*KNOWN_FLAGS.items(), *script.flags) if KNOBS[knob].is_switch)
-    return {*_NEGATED_FLAGS, *switches}
+    known = (*KNOWN_FLAGS.items(), *script.flags)
+    return {*_NEGATED_FLAGS, *(flag for knob, flag in known if knob != STEP and KNOBS[knob].is_switch)}
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
@@ -120,24 +96,23 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     known flag or file are not in it; `command_sets_all` reports whether there are any.
     """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.config)
-    flags = {flag for flag in _flags(script) if not flag.startswith(VARIABLE)}
+    flags = _flags(script)
     for file in own_files(script):
         argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
     named = config_path(script) is not None and own_config(script) is None
     if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.through_arguments:
         argv = with_flag(argv, CONFIG_FLAG, config)
-    for knob, flag, value in knob_flags(script, candidate):
-        if flag in flags and not (can_set_knob(script, knob) and flag not in argument_names(script.argv)):
-            argv = with_setting(script, argv, flag, value)
+    return with_values(script, argv, candidate, flags)
+
+
+def with_values(script: Script, argv: list[str], candidate: Candidate, flags: Set[str]) -> list[str]:
+    """Return the arguments with a candidate's values in those of the flags that carry them. A typed flag overrides a file."""
+    typed = argument_names(script.argv)
+    for knob, place, value in carried(script, candidate):
+        is_word = place in flags and not place.startswith(VARIABLE)
+        if is_word and (place in typed or not can_set_knob(script, knob)):
+            argv = with_setting(script, argv, place, value)
     return argv
-
-
-def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
-    """Return the flag of a knob, and whether its meaning is negated."""
-    framework = framework_of(script)
-    if framework and knob in framework.negated and knob not in dict(script.flags):
-        return f"--{framework.negated[knob]}", True
-    return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
 
 
 def command_names_config(script: Script) -> bool:
@@ -160,11 +135,14 @@ def command_sets_all(script: Script) -> bool:
 
 
 def carries_knob(script: Script, knob: str) -> bool:
-    """Check that a flag or a file of `command` carries a knob, or that the script computes it from flags of the others."""
-    if _flag_of(script, knob)[0] in _flags(script) or can_set_knob(script, knob):
-        return True
-    other = {MICRO_BATCH: ACCUMULATION, ACCUMULATION: MICRO_BATCH}.get(knob)
-    return bool(script.profile.product_flags) and other is not None and _flag_of(script, other)[0] in _flags(script)
+    """Check that a flag or a file of `command` carries a knob, or that the script computes it from a whole step."""
+    computed = knob in RUNG_KNOBS and _has_place(script, STEP) and any(_has_place(script, one) for one in RUNG_KNOBS)
+    return computed or _has_place(script, knob)
+
+
+def _has_place(script: Script, knob: str) -> bool:
+    place = carrier_of(script, knob).place
+    return bool(place) and (place in _flags(script) or can_set_knob(script, knob))
 
 
 def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
@@ -189,8 +167,7 @@ def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
 
 def _flags(script: Script) -> set[str]:
     """Return the flags that the script accepts: given, declared, or seen in its parser."""
-    known = {*dict(script.flags).values(), *script.profile.product_flags}
-    return argument_names(script.argv) | known | set(script.profile.flags)
+    return {*argument_names(script.argv), *dict(script.flags).values(), *script.profile.flags}
 
 
 def line_of(script: Script) -> CommandLine:
@@ -269,7 +246,7 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
             line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
     known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
     if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:
-        wanted[f"--{ACCUMULATION}"] = str(candidate.engine_batch(script)[1])
+        wanted[f"--{ACCUMULATION}"] = str(candidate.engine_batch(script.profile)[1])
     for name, value in wanted.items():
         line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
     return list(line.launcher)

@@ -127,7 +127,7 @@ def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pyte
         "relaunched client_optimizer untested_optimizer flags"
     )
     facts |= {"largest": largest, **dict.fromkeys(unset.split(), False)}
-    monkeypatch.setattr(script_probe, "flags_found", lambda *_: {})
+    monkeypatch.setattr(script_probe, "carriers_found", lambda _, script, __: script.profile)
     monkeypatch.setattr(script_probe, "check_batch", lambda *_: "it ignores other batches")
     monkeypatch.setattr(script_probe, "_with_noise", lambda *_: None)
     monkeypatch.setattr(ShortRuns, "names_same_seeds", True)

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import ShortRuns, _cut_by_loop, _mapped, flags_found
+from autotune.commands.script_probe import ShortRuns, _mapped, carriers_found, of_loop
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import value_at
 from autotune.problem.faults import accumulation_facts, job_facts
 from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.script.argument_files import can_set_knob, knob_values
 from autotune.script.argument_writer import parsed, winners_files
+from autotune.script.carriers import STEP, can_set_knob, settings
 from autotune.script.profile import batch_seen
-from autotune.script.script import carries_knob, command, settings, typed_words, variables_for
+from autotune.script.script import carries_knob, command, typed_words, variables_for
 from tests.conftest import make_candidate, make_job
 
 RANKS, TOKENS = 2, 32
@@ -96,34 +96,29 @@ def of_tokens(now: Values) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("batch", "values", "found", "words"),
+    ("batch", "values", "step", "words"),
     [
-        (per_gpu, {"--batch_size": 4, "--update_freq": 4, "--workers": 4}, {}, {"--batch_size": 8, "--update_freq": 2}),
-        (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4}, {}, {"--batch-size": 16, "--iter-size": 2}),
-        (of_a_step, {"--global_batch_size": 32, "--accum": 4}, {"--global_batch_size": 32}, {"--accum": 2}),
-        (of_tokens, {"--max_tokens": 256, "--warmup": 64}, {}, {"--max_tokens": 1024}),
-        (
-            derived,
-            {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4},
-            {"--train_batch_size": 32},
-            {},
-        ),
+        (per_gpu, {"--batch_size": 4, "--update_freq": 4, "--workers": 4}, "", {"--batch_size": 8, "--update_freq": 2}),
+        (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4}, "", {"--batch-size": 16, "--iter-size": 2}),
+        (of_a_step, {"--global_batch_size": 32, "--accum": 4}, "--global_batch_size", {"--accum": 2}),
+        (of_tokens, {"--max_tokens": 256, "--warmup": 64}, "", {"--max_tokens": 1024}),
+        (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4}, "--train_batch_size", {}),
         (
             accumulates_over_ranks,
             {"--batch_size": 6, "--accumulate": 8, "--workers": 4, "--heads": 8},
-            {},
+            "",
             {"--accumulate": 4},
         ),
         (
             known_name_over_ranks,
             {"--batch_size": 6, "--gradient_accumulation_steps": 8},
-            {},
+            "",
             {"--batch_size": 12, "--gradient_accumulation_steps": 4},
         ),
     ],
 )
 def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
-    batch: Callable[[Values], Batch], values: Values, found: Values, words: Values, tmp_path: Path
+    batch: Callable[[Values], Batch], values: Values, step: str, words: Values, tmp_path: Path
 ) -> None:
     micro_batch, accumulation = batch(values)
     total = micro_batch * accumulation
@@ -132,10 +127,10 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     script = Script(("train.py", *typed), str(tmp_path), profile=profile)
     facts = {"rows": total, "micros": accumulation, "accumulation": accumulation, "integers": values, "widest": TOKENS}
     executor: Any = Executor(batch, values)
-    learnt = flags_found(ShortRuns(executor, 60.0), script, facts)
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, facts)
     assert executor.runs == 1
-    assert learnt.get("product_flags", {}) == found
-    known = _mapped(script, replace(profile, **learnt))
+    assert learnt.found_flags.get(STEP, "") == step
+    known = _mapped(script, learnt)
     other = make_candidate(1, total, 1) if accumulation == 1 else make_candidate(1, 2 * micro_batch, accumulation // 2)
     if accumulation == 1:
         other = make_candidate(1, 4 * micro_batch, 1)  # a larger batch, as `--global-batch-size` asks for
@@ -145,13 +140,11 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     assert carries_knob(known, MICRO_BATCH)
     now = batch({**values, **{flag: int(printed[printed.index(flag) + 1]) for flag in values}})
     assert now == (other.micro_batch, other.accumulation)
-    if found:  # another global batch changes the whole step
+    if step:  # another global batch changes the whole step
         larger = make_candidate(1, micro_batch, 2 * accumulation)
         assert batch({**values, **settings(known, larger)}) == (larger.micro_batch, larger.accumulation)  # type: ignore[dict-item]
-    assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
-    assert bool(learnt.get("flag_times")) is (
-        batch in (over_ranks, of_tokens, accumulates_over_ranks, known_name_over_ranks)
-    )
+    over = batch in (over_ranks, of_tokens, accumulates_over_ranks, known_name_over_ranks)
+    assert (max({**learnt.flag_times, STEP: 1}.values()) > 1) is over
 
 
 @pytest.mark.parametrize("batch", [per_gpu, accumulates_over_ranks])
@@ -165,10 +158,10 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
     assert profile.accumulated_by_hand == 4
     script = Script(("train.py", *typed), str(tmp_path), profile=profile)
     executor: Any = Executor(batch, values, by_loop=True)
-    learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
-    seen = batch_seen({**facts, "said": {**said, ACCUMULATION: [4]}})
-    assert (seen["micro_batch"], seen["accumulation"], "accumulated_by_hand" in seen) == (2, 4, False)
-    known, other = _mapped(script, replace(profile, **{**seen, **learnt})), make_candidate(1, 4, 2)
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
+    seen = ScriptProfile(config={}, **batch_seen({**facts, "said": {**said, ACCUMULATION: [4]}}))
+    assert replace(learnt, found_flags={}, flag_times={}, attempts=()) == seen, "as if the flag's name were known"
+    known, other = _mapped(script, learnt), make_candidate(1, 4, 2)
     now = settings(known, other)
     assert batch({**values, **now}) == (4, 2)  # type: ignore[dict-item]
     config = other.ds_config(make_job(script=known))
@@ -189,17 +182,16 @@ def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -
         ("train.py", "--chunk", "4", "--layers", "4", "--total_batch", "16"), str(tmp_path), profile=profile
     )
     executor: Any = Executor(cut_by_loop, values, by_loop=True)
-    learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
-    cut = _cut_by_loop(profile, facts)
-    assert (cut["micro_batch"], cut["accumulation"]) == (4, 4)
-    known, other = _mapped(script, replace(profile, **{**cut, **learnt})), make_candidate(1, 8, 2)
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
+    assert (learnt.micro_batch, learnt.accumulation) == (4, 4)
+    known, other = _mapped(script, learnt), make_candidate(1, 8, 2)
     assert cut_by_loop({**values, **settings(known, other)}) == (8, 2)  # type: ignore[dict-item]
     larger = settings(known, make_candidate(1, 4, 8))
     assert cut_by_loop({**values, **larger}) == (4, 8), "another global batch"  # type: ignore[dict-item]
     config = other.ds_config(make_job(script=known))
     assert [config[key] for key in BATCH_KEYS] == [16 * RANKS, 16, 1], "the engine's batch stays a whole step's"
     for changed in ({"micros": 1}, {"rows": 32}, {"micros": 3}):
-        assert not _cut_by_loop(profile, {**facts, **changed})
+        assert of_loop(profile, {**facts, **changed}) == profile
 
 
 def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
@@ -211,10 +203,10 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
     script = Script(("train.py", "--config", "x.yaml"), str(tmp_path), profile=profile)
     assert not script.files, "nothing in the file is known by name"
     executor: Any = Executor(of_a_file, values)
-    learnt = flags_found(ShortRuns(executor, 60.0), script, {"rows": 8, "micros": 2, "accumulation": 2})
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, {"rows": 8, "micros": 2, "accumulation": 2})
     assert executor.now.keys() == values.keys()
-    assert len(set(executor.now.values())) == len(values), "each role shows"
-    known = _mapped(script, replace(profile, **learnt))
+    assert len({executor.now[place] / value for place, value in values.items()}) == len(values), "each role shows"
+    known = _mapped(script, learnt)
     assert dict(known.flags) == {MICRO_BATCH: "train.batch", ACCUMULATION: "train.accumulate"}
     (line,) = known.profile.attempts
     assert line.startswith("tried ")
@@ -237,9 +229,9 @@ def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) ->
         executor: Any = Executor(batch, values)
         runs = ShortRuns(executor, 60.0)
         argv = ("train.py", "--gradient_accumulation_steps=1")
-        learnt = flags_found(runs, Script(argv, str(tmp_path), profile=profile), facts)
-        assert learnt.keys() == {"attempts"}
-        assert learnt["attempts"][0] == "accumulation 1: a flag or file of a known name carries it"
+        learnt = carriers_found(runs, Script(argv, str(tmp_path), profile=profile), facts)
+        assert replace(learnt, attempts=()) == profile
+        assert learnt.attempts[0] == "accumulation 1: a flag or file of a known name carries it"
         assert executor.runs == 2 - runs.left <= 2
 
 
@@ -251,13 +243,12 @@ def test_variables_that_the_script_reads_carry_the_batch_like_flags(tmp_path: Pa
     executor: Any = Executor(lambda now: (now["$BATCH_SIZE"], now["$GRAD_ACC"]), values)
     facts = {"rows": 16, "micros": 8, "accumulation": 8, "environment_integers": values}
     facts["environment"] = dict.fromkeys(("BATCH_SIZE", "GRAD_ACC", "ZERO_STAGE"))
-    learnt = flags_found(ShortRuns(executor, 60.0), script, facts)
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, facts)
     assert executor.runs == 1
     assert (executor.now["$ZERO_STAGE"], executor.now["$UNREAD"]) == (2, 2)
-    known, other = _mapped(script, replace(profile, **learnt)), make_candidate(1, 4, 4)
+    known, other = _mapped(script, learnt), make_candidate(1, 4, 4)
     assert dict(known.flags) == {MICRO_BATCH: "$BATCH_SIZE", ACCUMULATION: "$GRAD_ACC"}
     assert command(known, other, "ds.json") == ["train.py"]
     assert variables_for(known, other, RANKS) == {"BATCH_SIZE": "4", "GRAD_ACC": "4"}
     assert typed_words(known) == ["BATCH_SIZE=2", "train.py"], "the user's own values, which `launch` replaces"
     assert carries_knob(known, MICRO_BATCH)
-    assert knob_values(known, MICRO_BATCH) == ["2"]

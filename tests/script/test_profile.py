@@ -11,6 +11,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.models import ModelSpec
 from autotune.rank.ds_config import needed_ops
+from autotune.script.carriers import settings
 from autotune.script.profile import (
     batch_held,
     batch_seen,
@@ -22,7 +23,7 @@ from autotune.script.profile import (
     unheeded_accumulation,
     unknown_job,
 )
-from autotune.script.script import command, settings
+from autotune.script.script import command
 from tests.conftest import make_candidate, make_job
 
 HARDWARE = named_hardware("rtx3090", 4)

@@ -42,8 +42,7 @@ def test_findings_of_a_probe_run_are_data() -> None:
     [
         {"found_flags": {"activation_checkpointing": "--trust_remote_code"}},
         {"found_flags": {BATCH: "--output_dir"}},
-        {"product_flags": {"--bs": "evil/model"}},
-        {"product_flags": {"--model": 4}},
+        {"found_flags": {"train_batch_size": "--model"}},
         {"spellings": {"--ckpt": [None, "--trust_remote_code"]}},
         {"spellings": {"--ckpt": [None, "--ckpt=/tmp/x"]}},
         {"variables": {"LD_PRELOAD": "evil.so"}},

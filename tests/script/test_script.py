@@ -11,6 +11,7 @@ from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script, ScriptProfile
 from autotune.script.argument_files import is_ds_config
+from autotune.script.carriers import settings
 from autotune.script.parse_command import read_command
 from autotune.script.script import (
     FLAGS,
@@ -19,7 +20,6 @@ from autotune.script.script import (
     command_sets_all,
     config_path,
     heavy_imports,
-    settings,
     training_command,
     with_configs,
     with_flag,

@@ -169,7 +169,7 @@ class Context:
         """(micro-batch, accumulation) that the script's engines must use; None keeps its own."""
         if self.candidate is None or self.script.holds_batch:
             return None
-        return self.candidate.engine_batch(self.script)
+        return self.candidate.engine_batch(self.script.profile)
 
     @property
     def traces(self) -> list[tuple[Any, TraceRecorder]]:

@@ -14,19 +14,16 @@ from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
 from autotune.rank.patches import Original
-from autotune.script.argument_files import argument_names, can_set_knob, with_copies
-from autotune.script.environment import VARIABLE
+from autotune.script.argument_files import argument_names, with_copies
+from autotune.script.carriers import KNOWN_FLAGS, settings
 from autotune.script.profile import over_present
 from autotune.script.script import (
     FLAGS,
-    KNOWN_FLAGS,
     LOCAL_RANK_FLAGS,
-    knob_flags,
     line_of,
     no_and_yes,
-    settings,
     with_configs,
-    with_setting,
+    with_values,
     yes_or_no_flags,
 )
 
@@ -95,14 +92,9 @@ def merged_arguments(context: Context) -> list[str]:
         argv.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if context.candidate is None:
         return argv
-    flags = argument_names(argv)
-    # Hugging Face's names are set in argparse's result; another parser (click) reads them from the words.
-    typed = {KNOWN_FLAGS[knob] for knob in RUNG_KNOBS} & flags
-    known = {*dict(script.flags).values(), *script.profile.product_flags, *typed}
-    for knob, flag, value in knob_flags(script, context.candidate):
-        # a flag on the command line overrides an argument file
-        if flag in known and not flag.startswith(VARIABLE) and (flag in flags or not can_set_knob(script, knob)):
-            argv = with_setting(script, argv, flag, value)
+    # Other known flags are set in argparse's result.
+    flags = {*argument_names(argv), *dict(script.flags).values()}
+    argv = with_values(script, argv, context.candidate, flags)
 
     def merged_file(path: Path, at: int) -> str:
         copied = context.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"

@@ -15,8 +15,8 @@ from autotune.masking import MASK, names_secret
 from autotune.problem.candidate import Value
 from autotune.rank.hooks.base import Context, VariableRead
 from autotune.rank.patches import Original
+from autotune.script.carriers import settings
 from autotune.script.environment import VARIABLE
-from autotune.script.script import settings
 
 
 def install(context: Context) -> None:
