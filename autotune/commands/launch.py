@@ -31,7 +31,7 @@ from autotune.problem.job import Job
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import FirstStep, LaunchSummary, Supervisor, check_script
 from autotune.results.export import needs_of_loss
-from autotune.script.argument_writer import with_declared_files
+from autotune.script.argument_writer import with_argument_files
 from autotune.script.recorded import check_candidate, job_to_train, with_findings
 from autotune.script.script import wrong_batch_warning
 from autotune.search.certificate import trains_otherwise
@@ -174,7 +174,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, print_line: Callable[[str
         )
         for line in needs_of_loss(job_with_candidate(job, winner.candidate)):
             print_line(f"your training must {line}")
-    script = with_declared_files(script)
+    script = with_argument_files(script)
     first_step = _first_step(setup.global_batch_size, store, winner)
     if first_step is not None:
         print_line(f"{first_step.samples} samples per optimizer step, as in study {store.name}")

@@ -163,7 +163,7 @@ def _run(
             first.begin()  # its imports run while the study is opened
             probed = None
             if setup.job.script is not None:
-                with deadline.no_trial():
+                with deadline.ended(without_trial=True):
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
                     probed = probe(first, setup.job.script, work, deadline, observer.print_line)
@@ -179,7 +179,7 @@ def _run(
             candidates, left_out = predictor.buildable(setup.candidates)
             for line in [*left_out, *predictor.notes()]:
                 observer.print_line(line)
-            with deadline.no_more_trials():
+            with deadline.ended(without_trial=False):
                 if probed is None:
                     observer.showing(
                         "waiting for the ranks' Python, and building DeepSpeed's ops where they are missing"

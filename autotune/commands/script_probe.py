@@ -25,7 +25,7 @@ from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import argument_names, integers_in_words, own_files
-from autotune.script.argument_writer import integers_in_files, with_declared_files
+from autotune.script.argument_writer import integers_in_files, with_argument_files
 from autotune.script.carriers import STEP, carrier_of, place_in_file
 from autotune.script.environment import READ, READ_INTEGERS, VARIABLE, own_variables
 from autotune.script.profile import (
@@ -38,6 +38,7 @@ from autotune.script.profile import (
     growth_line,
     job_of,
     own_candidate,
+    own_samples,
     unheeded_accumulation,
 )
 from autotune.script.recorded import is_data
@@ -130,27 +131,22 @@ class StartupDeadline:
         self._starting = False
 
     @contextmanager
-    def no_trial(self) -> Iterator[None]:
-        """Say that no trial ran if the deadline ends the work.
+    def ended(self, *, without_trial: bool) -> Iterator[None]:
+        """Go on if the deadline ends the work, to the end of a search without time.
+
+        Args:
+            without_trial: say instead that no trial ran.
 
         Raises:
-            NoWinner: the deadline ended it.
+            NoWinner: the deadline ended work without which there is no trial.
         """
-        try:
-            yield
-        except Stopped:
-            if self.ends_startup:
-                raise NoWinner(startup_used_all(self.seconds, self.seconds)) from None
-            raise
-
-    @contextmanager
-    def no_more_trials(self) -> Iterator[None]:
-        """Go on if the deadline ends the work, to the end of a search without time."""
         try:
             yield
         except Stopped:
             if not self.ends_startup:
                 raise
+            if without_trial:
+                raise NoWinner(startup_used_all(self.seconds, self.seconds)) from None
 
 
 def probe(
@@ -169,13 +165,10 @@ def probe(
         Stopped: the user stopped the tuner.
     """
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
-    known = stored_findings(folder / MEMORY)
-    if known.hold(key, script.cwd):
-        profile = ScriptProfile.from_json(known.data["profile"])
-        if is_data(profile, script):
-            baseline, ran_out = (_stored_outcome(known.data.get(name)) for name in ("baseline", "ran_out"))
-            return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
-    baseline, facts = _unfinished(folder, key, script) or (None, {})
+    if known := _stored(folder / MEMORY, key, script):
+        facts, baseline, ran_out = known
+        return Probe(_mapped(script, ScriptProfile.from_json(facts)), baseline, ran_out=ran_out)
+    facts, baseline, _ = _stored(folder / _UNFINISHED, key, script) or ({}, None, None)
     if baseline is not None and baseline.measurement is not None:
         print_line(f"{script.name} as it is, from an earlier call: {throughput_text(baseline.measurement)}")
     else:
@@ -193,7 +186,7 @@ def probe(
         if baseline.measurement is not None:
             kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: _sources(script, facts)}
             kept[READ] = own_variables(facts.get(READ, {}))
-            _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
+            write_atomically(folder / _UNFINISHED, json.dumps(kept, indent=1), private=True)
             print_line(
                 f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
             )
@@ -210,16 +203,14 @@ def _at_last_length(
     return (outcome, {**facts, "pads_to": grows[-1], "grows": grows}) if outcome.ok else None
 
 
-def _stored_outcome(data: dict[str, Any] | None) -> Outcome | None:
-    return Outcome.from_json(data) if data else None
-
-
-def _unfinished(folder: Path, key: str, script: Script) -> tuple[Outcome, dict[str, Any]] | None:
-    """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
-    known = stored_findings(folder / _UNFINISHED)
-    if not known.hold(key, script.cwd) or not is_data(ScriptProfile.from_json(known.data["facts"]), script):
+def _stored(path: Path, key: str, script: Script) -> tuple[dict[str, Any], Outcome | None, Outcome | None] | None:
+    """Return the profile or facts of a stored first run, its measurement and its OOM; None if there is none to use."""
+    known = stored_findings(path)
+    if not known.hold(key, script.cwd):
         return None
-    return Outcome.from_json(known.data["baseline"]), known.data["facts"]
+    facts = known.data.get("profile") or known.data["facts"]
+    outcomes = [Outcome.from_json(one) if (one := known.data.get(name)) else None for name in ("baseline", "ran_out")]
+    return (facts, *outcomes) if is_data(ScriptProfile.from_json(facts), script) else None
 
 
 def _checked(
@@ -249,10 +240,10 @@ def _checked(
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
         print_line(f"{script.name} sets {named} in its code: ranks start with it now")
-    read = own_variables(facts.get(READ, {}))
-    facts = {**facts, READ: read, "said": _script_batch_sizes(script, facts)}
+    facts = {**facts, READ: own_variables(facts.get(READ, {})), SOURCES: _sources(script, facts)}
+    facts["said"] = _script_batch_sizes(script, facts)
     own = measured is not None or facts.get(_OWN_STEPS, False)
-    profile = _profile(facts, batch_seen, own=own)
+    profile = _profile(facts, own=own)
     if profile.evaluating:
         print_line(
             f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
@@ -270,31 +261,27 @@ def _checked(
         profile = carriers_found(runs, dataclasses.replace(script, profile=profile), facts)
         for line in _found_lines(profile):
             print_line(line)
-    varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
-    trace = None
-    if measured is not None:
-        # common to the first and every later run of the script
-        repeated = ScriptProfile(seeds=profile.seeds, largest=profile.largest, pads_to=profile.pads_to)
-        trace = _with_noise(runs, dataclasses.replace(script, profile=repeated), measured.trace)
-    reference = None if varies else trace
+    else:
+        why = unheeded or "its own batch does not fit"
+        profile = dataclasses.replace(profile, attempts=(f"no flag or variable was tried: {why}",))
+    trace = _with_noise(runs, script, profile, measured.trace) if measured is not None else None
+    # a tensor is counted by name if steps have other rows each, and another loss
+    reference = None if profile.counted_by else trace
     least = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
     note = unheeded or check_batch(runs, _mapped(script, profile), reference, least)
     if note:
         print_line(f"{note}; its batch is kept, and everything else is tuned")
-        # without flags: nothing sets its batch
-        profile = dataclasses.replace(_profile(facts, batch_held, own=own), attempts=profile.attempts)
-        if not own:  # the script's steps were not counted
-            profile = dataclasses.replace(profile, held={}, beside=dict.fromkeys(profile.beside, 0))
-    profile = dataclasses.replace(profile, batch_note=note, sources=_sources(script, facts))
+        profile = dataclasses.replace(_profile(facts, own=own, note=note), attempts=profile.attempts)
     if measured is None or runs.names_same_seeds:
         profile = dataclasses.replace(profile, seeds=())
+    mapped = _mapped(script, profile)
     if measured is not None:
         if runs.repeats_seeds:
             print_line(f"{script.name} has other seeds in each run: trials repeat those of its first run")
-        measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
-    kept = {"key": key, "profile": profile.to_json(), "baseline": measured.to_json() if measured else None}
-    kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
-    return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1), ran_out)
+        measured = dataclasses.replace(_counted_as(measured, mapped, executor.hardware.count), trace=trace)
+    outcomes = {"baseline": measured and measured.to_json(), "ran_out": ran_out and ran_out.to_json()}
+    kept = {"key": key, "profile": profile.to_json(), **outcomes}
+    return Probe(mapped, measured, json.dumps(kept, indent=1), ran_out)
 
 
 def _sources(script: Script, facts: dict[str, Any]) -> dict[str, str]:
@@ -305,7 +292,7 @@ def _sources(script: Script, facts: dict[str, Any]) -> dict[str, str]:
 def _mapped(script: Script, profile: ScriptProfile) -> Script:
     """Return the script with its profile, and with the flags that were found to carry knobs."""
     flags = profile.found_flags | dict(script.flags)
-    return with_declared_files(dataclasses.replace(script, profile=profile, flags=tuple(flags.items())))
+    return with_argument_files(dataclasses.replace(script, profile=profile, flags=tuple(flags.items())))
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -314,13 +301,8 @@ def remember(probed: Probe, folder: Path) -> None:
     This happens after the study accepted them, so that a refusal changes nothing.
     """
     if probed.kept:
-        _keep(folder / MEMORY, probed.kept)
+        write_atomically(folder / MEMORY, probed.kept, private=True)
         (folder / _UNFINISHED).unlink(missing_ok=True)
-
-
-def _keep(path: Path, text: str) -> None:
-    """Store findings of a probe run."""
-    write_atomically(path, text, private=True)
 
 
 def _run_with_least_memory(
@@ -366,7 +348,9 @@ def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list
     return found
 
 
-def _with_noise(runs: ShortRuns, script: Script, trace: TrainingTrace | None) -> TrainingTrace | None:
+def _with_noise(
+    runs: ShortRuns, script: Script, profile: ScriptProfile, trace: TrainingTrace | None
+) -> TrainingTrace | None:
     """Return the probe run's trace with the noise of its script.
 
     A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
@@ -374,17 +358,23 @@ def _with_noise(runs: ShortRuns, script: Script, trace: TrainingTrace | None) ->
     """
     if trace is None or not trace.draws or not runs.holds(1.0):
         return trace
-    again = runs.repeat(script)
-    return trace if again is None else with_noise(trace, again)
+    seen = ScriptProfile(seeds=profile.seeds, largest=profile.largest, pads_to=profile.pads_to)
+    again, _ = runs.run(
+        Candidate(()),
+        "probe-noise",
+        dataclasses.replace(_TRACED_STEPS, reseed=True),
+        dataclasses.replace(runs.executor.job, script=dataclasses.replace(script, profile=seen)),
+        counts=False,
+    )
+    return with_noise(trace, again.trace) if again.trace else trace
 
 
-def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: ScriptProfile) -> Outcome:
+def _counted_as(baseline: Outcome, script: Script, ranks: int) -> Outcome:
     """Return the script's own speed in samples as trials count them; it was measured in the config's samples."""
     if baseline.measurement is None:
         return baseline
-    times = profile.micro_batch * profile.accumulation / (facts["micro_batch"] * facts["accumulation"])
-    times *= profile.accumulated_by_hand
-    speed = baseline.measurement.samples_per_second * times
+    samples = own_samples(script, ranks) * script.profile.accumulated_by_hand
+    speed = samples / baseline.measurement.step_seconds
     return dataclasses.replace(
         baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
     )
@@ -534,31 +524,31 @@ def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> s
     return ""
 
 
-def _profile(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]], *, own: bool) -> ScriptProfile:
+def _profile(facts: dict[str, Any], *, own: bool, note: str = "") -> ScriptProfile:
     """Return the findings to store, per sample of the micro-batch instead of per batch.
 
     Args:
-        read: returns the batch of the observed steps.
         own: these are the script's own steps. Otherwise they had one sample, and its own are unknown.
+        note: reason for which its batch is kept. No flag carries it then.
     """
     seen = facts if own else {**facts, "micro_batch": 1, "accumulation": 1, "said": {}}
-    made = ScriptProfile.from_json({**facts, **read(seen)})
+    made = ScriptProfile.from_json({**facts, **(batch_held(seen) if note else batch_seen(seen)), "batch_note": note})
     samples = made.micro_batch * made.accumulation * made.accumulated_by_hand
-    saved = facts.get("saved_bytes", 0) if made.counted else 0
     per_row = made.micro_batch if made.counted == TOKENS else 1
     made = dataclasses.replace(
         made,
         seq_len=max(1, int(facts.get("widest", 1)) // per_row),
         tokens_per_sample=facts.get("tokens", samples) / samples,
-        saved_bytes_per_sample=saved / made.micro_batch,
+        saved_bytes_per_sample=facts.get("saved_bytes", 0) / made.micro_batch if made.counted else 0.0,
     )
     if made.evaluating:  # transformers' layers do not checkpoint in evaluation mode
         made = dataclasses.replace(made, checkpointing=False, checkpointed=False)
     if own:
         return made
     micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
-    rows = {number: one * micro_batch * accumulation for number, one in made.beside.items()}
-    return dataclasses.replace(made, micro_batch=micro_batch, accumulation=accumulation, beside=rows)
+    times = 0 if note else micro_batch * accumulation  # rows of the script's own steps were not counted
+    beside = {number: rows * times for number, rows in made.beside.items()}
+    return dataclasses.replace(made, micro_batch=micro_batch, accumulation=accumulation, beside=beside, held={})
 
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
@@ -639,27 +629,17 @@ class ShortRuns:
         return self.expected_seconds(times) <= self._seconds
 
     def run(
-        self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job | None = None
+        self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job, *, counts: bool = True
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the outcome and the facts of a run.
+
+        Args:
+            counts: it is one of the limited number of runs.
 
         Raises:
             Stopped: the user stopped the tuner.
         """
-        self._runs -= 1
-        return self._run(candidate, name, measure_spec, job)
-
-    def repeat(self, script: Script) -> TrainingTrace | None:
-        """Return the trace of a run of the script's own config with other random numbers, which the limit leaves out."""
-        spec = dataclasses.replace(_TRACED_STEPS, reseed=True)
-        outcome, _ = self._run(
-            Candidate(()), "probe-noise", spec, dataclasses.replace(self.executor.job, script=script)
-        )
-        return outcome.trace
-
-    def _run(
-        self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job | None
-    ) -> tuple[Outcome, dict[str, Any]]:
+        self._runs -= counts
         with closing(self.executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, measure_spec, self._seconds)
         self._seconds -= outcome.seconds
@@ -792,14 +772,13 @@ def _may_be(
 
 def _attempts(places: list[str], exact: Set[str]) -> list[tuple[str, ...]]:
     """Return the places to change in each run: telling names first, then fewer; variables of other names last."""
-    telling = [place for place in places if _OF_A_BATCH.search(place)]
-    others = [place for place in places if place not in telling]
-    variables = [place for place in others if place.startswith(VARIABLE)]
-    named = [place for place in others if not place.startswith((VARIABLE, "-"))]  # a file of data has many
-    flags = [place for place in others if place.startswith("-")]
-    fewer = telling or [place for place in flags if place in exact]
-    attempts = ([*telling, *flags, *named], fewer, variables)
-    return [*dict.fromkeys(tuple(one[:_MOST_PLACES]) for one in attempts if one)]
+    # a file of data has many
+    order = sorted(places, key=lambda place: (not _OF_A_BATCH.search(place), not place.startswith("-")))
+    telling = [place for place in order if _OF_A_BATCH.search(place)]
+    variables = [place for place in order if place.startswith(VARIABLE) and place not in telling]
+    likely = [place for place in order if place not in variables]
+    fewer = telling or [place for place in likely if place in exact]
+    return [*dict.fromkeys(tuple(one[:_MOST_PLACES]) for one in (likely, fewer, variables) if one)]
 
 
 def _other_values(values: dict[str, int], exact: Set[str], micro_batch: int) -> dict[str, int]:
@@ -837,10 +816,9 @@ def _times_with(
     tried = {place: value for place, value in values.items() if not place.startswith("-") and place not in in_words}
     for place in values.keys() - tried.keys():
         argv = with_flag(argv, place, values[place])
-    named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
-    seen = script.profile
+    seen, flags = script.profile, (*script.flags, *zip(tried, tried, strict=True))
     profile = ScriptProfile(largest=seen.largest, pads_to=seen.pads_to, tried_values=tried)
-    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile=profile)
+    typed = with_argument_files(dataclasses.replace(script, argv=tuple(argv), flags=flags, profile=profile))
     job = dataclasses.replace(runs.executor.job, script=typed)
     outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):

@@ -45,7 +45,7 @@ from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
 from autotune.script.environment import changed_variables, values_now
 from autotune.script.parse_command import TypedCommand, read_command
-from autotune.script.profile import first_candidates, unknown_job
+from autotune.script.profile import first_candidate, unknown_job
 from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, digests, edited_since, stored_findings
 from autotune.search.fingerprint import identity
@@ -142,7 +142,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         said = [line for config in configs for line in ignored_keys(config)]
         if len(configs) == 1:
             said += warnings(facts_of(configs[0]), installed_deepspeed(interpreter))
-        candidates, notes = first_candidates(typed.script), [*notes_of_command(typed)]
+        candidates, notes = [first_candidate(typed.script)], [*notes_of_command(typed)]
     else:
         job, space, notes = _tuned_model(request, space, hardware, interpreter)
         said = [*ignored_keys(job.base_config), *warnings(own_facts(job), installed_deepspeed(interpreter))]

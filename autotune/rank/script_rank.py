@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
-from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.import_time_env import of_the_device, set_late, settings_in, too_late
 from autotune.problem.job import ScriptProfile, script_text
 from autotune.problem.outcome import Phase
@@ -103,22 +103,27 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.engine: Any = None
         self.facts: dict[str, Any] = {}  # facts of the engine
         self.request: MeasureRequest | None = None  # measurement request, received before the first batch
-        self.batch = Batch()  # batch of the running step
         self.overflows = Overflows(None)
+        self.saved_tensors: SavedTensors | None = None
+        self._reset()
+        self.random_state = RandomState(self.number)
+        self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
+        self._failures = 0  # since the last step
+        self._variables: dict[str, str] | None = None  # environment before the script ran
+        self._steps_left = 0  # steps until the ranks compare their clocks
+        self._step_began = self._measuring_began = 0.0
+        self._pid = os.getpid()
+
+    def _reset(self) -> None:
+        """Start counting, again if the watched engine was not the one that trains."""
+        self.steps = 0
+        self.batch = Batch()  # batch of the running step
         self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
         self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
         self.lengths: list[set[int]] = []  # tokens of a row, in the forwards of every step of a probe run
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
-        self.saved_tensors: SavedTensors | None = None
-        self.random_state = RandomState(self.number)
-        self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
-        self._failures = 0  # since the last step
         self._evaluating = False  # True if the model was in evaluation mode in the last step
-        self._variables: dict[str, str] | None = None  # environment before the script ran
-        self._steps_left = 0  # steps until the ranks compare their clocks
-        self._step_began = self._measuring_began = 0.0
-        self._pid = os.getpid()
 
     def run(self) -> None:
         """Run the script under hooks and measure its steps on request of the tuner."""
@@ -204,20 +209,12 @@ class ScriptRank(BaseRank, TrainingObserver):
         another = self.engine is not None
         self.engine, self.facts = engine, facts
         self.own_device.note()
-        if another:
-            self._restart_counting()
+        if not another:
+            load(self, functools.partial(unhooked, self.context, "load_checkpoint"))
             return
-        load(self, functools.partial(unhooked, self.context, "load_checkpoint"))
-
-    def _restart_counting(self) -> None:
-        """Restart counting, because the watched engine was not the one that trains."""
-        self.steps = self.short_steps = self.widest_tokens = 0
-        self.batch, self.warmup, self.timed, self.rows_beside = Batch(), [], [], {}
-        self.lengths = []
-        self._evaluating = False
+        self._reset()
         if self.saved_tensors is not None:
             self.saved_tensors.close()
-        self.saved_tensors = None
         if self.request is not None:
             self._tell_facts()
             self._begin_measuring()
@@ -380,7 +377,14 @@ class ScriptRank(BaseRank, TrainingObserver):
         tokens = {}
         if any(batch.tokens > batch.rows for batch in batches):  # otherwise they have no tokens: images, audio frames
             tokens = {"tokens": statistics.fmean(batch.tokens for batch in batches)}
-        facts = {**self._trained(batches), **tokens, "widest": self.widest_tokens, "evaluating": self._evaluating}
+        facts: dict[str, Any] = {**tokens, "widest": self.widest_tokens, "evaluating": self._evaluating}
+        if self.candidate is not None and self.script.profile.is_known:
+            check_tokens(batches, self.candidate, self.script.profile)
+        else:
+            by_hand = getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None  # set by the script
+            facts |= own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"])
+            facts |= {"boundary_by_hand": by_hand, "unsynced": self.context.unsynced}
+            facts["grad_changed_by_hand"] = self.context.trace.changes_gradients
         if grows := growth(self.lengths):
             facts["grows"] = [*grows, self.context.loader_tokens]
         if not self.script.profile.is_known:
@@ -408,22 +412,6 @@ class ScriptRank(BaseRank, TrainingObserver):
         )
         self._serve_certificates()
         finish_rank(self)
-
-    def _trained(self, batches: list[Batch]) -> dict[str, Any]:
-        """Return facts about the measured steps.
-
-        Raises:
-            Unusable: the steps do not match the candidate.
-        """
-        if self.candidate is not None and self.script.profile.is_known:
-            check_tokens(batches, self.candidate, self.script.profile)
-            return {**typical_counts(batches)}
-        loader = getattr(self.engine, "training_dataloader", None)
-        fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # set by a read
-        by_hand = getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None  # set by the script
-        found = own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
-        found |= {"boundary_by_hand": by_hand, "unsynced": self.context.unsynced}
-        return {**found, "grad_changed_by_hand": self.context.trace.changes_gradients}
 
     def _serve_certificates(self) -> None:
         message: Message | None
@@ -489,13 +477,12 @@ def typical_counts(batches: Sequence[Batch]) -> dict[str, int]:
     }
 
 
-def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, fed: bool) -> dict[str, Any]:
+def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int) -> dict[str, Any]:
     """Return the counts per step of a probe run, in the terms of `script.profile.batch_seen`.
 
     Args:
         micro_batch: micro-batch of the script's config.
         accumulation: accumulation of the script's config.
-        fed: True if DeepSpeed's own loader makes the batches, which have equal numbers of samples.
     """
     found: dict[str, Any] = typical_counts(batches)
     rows = [batch.rows for batch in batches]
@@ -507,7 +494,7 @@ def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, 
     steady = {name: one for name, of in each.items() if all(of) and (one := typical_rows(of)) and one % samples == 0}
     if steady:
         name = min(steady, key=lambda name: steady[name])
-        return {**found, "rows": steady[name], "sequences": steady[name], "counted_by": name, "fed": fed}
+        return {**found, "rows": steady[name], "sequences": steady[name], "counted_by": name}
     return {**found, "rows": 0, "sequences": 0, "uncounted": _VARYING}
 
 
@@ -562,36 +549,31 @@ def check_batch(batch: Batch, candidate: Candidate, profile: ScriptProfile) -> s
     if profile.batch_note or not profile.counted:
         if (profile.micro_batch, profile.accumulation) != (candidate.micro_batch, candidate.accumulation):
             raise Unusable(profile.batch_note or UNCOUNTED, Cause.BATCH)
-        # counts of the script's own steps; missing if only the settings with the least memory ran
-        held = profile.held
-        return _short_of(batch, held["micros"], held["rows"], "rows", profile.accumulation) if held else ""
-    micros = candidate.accumulation * profile.micros_per_accumulation
-    if profile.counted == TOKENS:  # tokens are checked by their mean, see `check_tokens`
-        asked = 0 if batch.flat else candidate.micro_batch * micros
-        return _short_of(batch, micros, asked, "rows", candidate.accumulation)
-    # one row per forward with concatenated samples
-    flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
-    asked = candidate.micro_batch * profile.rows_per_sample * candidate.accumulation
-    return _short_of(batch, micros, asked, "sequences" if flat else profile.counted, candidate.accumulation)
-
-
-def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation: int) -> str:
-    """Compare a step with the expected micro-batches and units, see `check_batch`.
-
-    The last step of an epoch may have fewer micro-batches, and its last micro-batch fewer sequences.
-    """
+        if not profile.held:  # only the settings with the least memory ran
+            return ""
+        unit, micros, asked = "rows", float(profile.held["micros"]), float(profile.held["rows"])
+    else:
+        unit, micros = profile.counted, candidate.accumulation * profile.micros_per_accumulation
+        asked = candidate.rows_per_rank * profile.rows_per_sample
+        if unit == TOKENS:  # tokens are checked by their mean, see `check_tokens`
+            unit, asked = "rows", 0 if batch.flat else candidate.micro_batch * micros
+        elif candidate.micro_batch > 1 and batch.rows == batch.micro_batches:
+            unit = "sequences"  # one row per forward with concatenated samples
     seen, got = batch.micro_batches or micros, getattr(batch, unit)
     whole = asked * seen / micros
-    gave = f"the script gave {got} {unit} a step where {asked:g} were asked for"
+    gave, knob = (
+        f"the script gave {got} {unit} a step where {asked:g} were asked for",
+        f"sets the batch, like --map {MICRO_BATCH}",
+    )
     if abs(seen - micros) > 0.5:
         gave = f"the script accumulated {seen} micro-batches where {micros:g} were asked for"
-        flag = "sets it, like --map gradient_accumulation_steps=--FLAG"
-    else:
-        flag = "sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG"
-    fits = not asked or whole - asked / accumulation + 0.5 <= got <= whole + 0.5
+        knob = f"sets it, like --map {ACCUMULATION}"
+    text = f"{gave}: say which flag {knob}=--FLAG"
+    # the last step of an epoch may have fewer micro-batches, and its last micro-batch fewer sequences
+    fits = not asked or whole - asked / candidate.accumulation + 0.5 <= got <= whole + 0.5
     if seen > micros + 0.5 or not fits:
-        raise Unusable(f"{gave}: say which flag {flag}", Cause.BATCH)
-    return f"{gave}: say which flag {flag}" if seen < micros - 0.5 or got < asked - 0.5 else ""
+        raise Unusable(text, Cause.BATCH)
+    return text if seen < micros - 0.5 or got < asked - 0.5 else ""
 
 
 def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: ScriptProfile) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -163,15 +163,19 @@ def argument_names(words: Sequence[str]) -> set[str]:
     return {word.partition("=")[0].lstrip("+") for word in words}
 
 
-def integers_in_words(words: Sequence[str]) -> dict[str, int]:
-    """Return the positive integers that a command line gives, by flag or name: `--size 4`, `--size=4` and `size=4`."""
-    found = {}
+def typed_values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (flag or name, value) of the arguments of a command line: `--size 4`, `--size=4` and `size=4`."""
     for word, follows in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        value = value if equals else follows if word.startswith("--") else ""
-        if value.isdecimal() and int(value) > 0:
-            found[name.lstrip("+")] = int(value)
-    return found
+        if equals:
+            yield name.lstrip("+"), value
+        elif word.startswith("-"):
+            yield word, follows
+
+
+def integers_in_words(words: Sequence[str]) -> dict[str, int]:
+    """Return the positive integers that a command line gives, by flag or name."""
+    return {name: int(value) for name, value in typed_values(words) if value.isdecimal() and int(value) > 0}
 
 
 def has_known_key(data: dict[str, Any]) -> bool:

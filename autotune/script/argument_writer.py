@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,32 +47,21 @@ from autotune.script.profile import over_present
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ()) -> tuple[ArgumentFile, ...]:
-    """Return the argument files that the command names, with the indices of the words that name them.
-
-    Args:
-        named: dotted names that the user has declared as knobs.
+def with_argument_files(script: Script) -> Script:
+    """Return the script with the argument files of its command: with a known key, or a key that one of its flags names.
 
     Raises:
         UserError: a word that can only name an argument file names one that does not parse.
     """
-    found = []
-    for index, path in _mentioned(argv, cwd):
-        file = read_file(path, index, strict=_surely(argv, index, path))
+    declared = [tuple(flag.split(".")) for _, flag in script.flags]
+    known, found = {file.at for file in own_files(script)}, list[ArgumentFile]()
+    for index, path in _mentioned(script.argv, Path(script.cwd)):
+        file = None if index in known else read_file(path, index, strict=_surely(script.argv, index, path))
         if file is None:
             continue
-        told = any(value_at(file.data, tuple(name.split("."))) is not None for name in named)
-        if told or has_known_key(file.data):
+        if has_known_key(file.data) or any(value_at(file.data, place) is not None for place in declared):
             found.append(file)
-    return tuple(found)
-
-
-def with_declared_files(script: Script) -> Script:
-    """Return the script with the argument files in which its flags are dotted names, besides those that it has."""
-    dotted = [flag for _, flag in script.flags if not flag.startswith("-")]
-    known = {file.at for file in own_files(script)}
-    more = [file for file in argument_files(script.argv, Path(script.cwd), named=dotted) if file.at not in known]
-    return dataclasses.replace(script, files=(*script.files, *more)) if dotted and more else script
+    return dataclasses.replace(script, files=(*script.files, *found))
 
 
 def integers_in_files(script: Script) -> dict[str, int]:
@@ -100,27 +90,21 @@ def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        if strict and not isinstance(error, UnicodeDecodeError):
+        data = json.loads(text) if path.suffix == ".json" else parsed(text, _shown(path))
+    except OSError as error:
+        if strict:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return None
-    try:
-        data = json.loads(text) if path.suffix == ".json" else parsed(text, _shown(path))
     except json.JSONDecodeError as error:
-        if strict and not _are_lines(text):
+        if strict and not _are_lines(error.doc):
             raise UserError(f"{_shown(path)}:{error.lineno}: not JSON ({error.msg})") from None
         return None
-    except UserError:
-        if strict or path.suffix != ".json":
-            raise
+    except UnicodeDecodeError:
         return None
-    if not isinstance(data, dict):
-        return None
-    try:
-        plain = json.loads(json.dumps(data, default=str))
-    except (TypeError, ValueError):  # keys that are dates; a training has no such arguments
-        return None
-    return ArgumentFile(index, str(path), text, plain, launcher)
+    if isinstance(data, dict):
+        with suppress(TypeError, ValueError):  # keys that are dates; a training has no such arguments
+            return ArgumentFile(index, str(path), text, json.loads(json.dumps(data, default=str)), launcher)
+    return None
 
 
 def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, quiet: bool) -> None:

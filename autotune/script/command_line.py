@@ -86,9 +86,8 @@ class CommandLine:
             UserError: the option's value is not a number.
         """
         if "include" in self.options and self.kind == DEEPSPEED:
-            slots = self.options["include"].partition(":")[2]
-            return len(slots.split(",")) if slots else None
-        name = next((name for name in _RANKS[self.kind] if name in self.options), None) if self.kind else None
+            return len(self.gpus.split(",")) if self.gpus else None
+        name = next((name for name in _RANKS.get(self.kind, ()) if name in self.options), None)
         if name is None or self.options[name] in (*_WHOLE_MACHINE, "-1"):
             return None
         return whole_number(self.options[name], f"{self.launcher[0]}: --{name}", 1, MOST_RANKS)
@@ -96,8 +95,8 @@ class CommandLine:
     @property
     def gpus(self) -> str | None:
         """The GPUs that the launcher shows its ranks, as in CUDA_VISIBLE_DEVICES; None: the launcher does not change them."""
-        if self.kind == DEEPSPEED and ":" in self.options.get("include", ""):
-            return self.options["include"].partition(":")[2] or None
+        if self.kind == DEEPSPEED:
+            return self.options.get("include", "").partition(":")[2] or None
         if self.kind == ACCELERATE and self.options.get("gpu_ids", "all") != "all":
             return self.options["gpu_ids"]
         return None
@@ -137,22 +136,23 @@ def take_apart(words: Sequence[str]) -> CommandLine:
     )
 
 
-def with_option(line: CommandLine, name: str, value: str) -> list[str]:
-    """Return the launcher's words with an option set.
+def with_options(line: CommandLine, wanted: Mapping[str, str]) -> list[str]:
+    """Return the launcher's words with these options set.
 
     Every occurrence is replaced, since the launcher takes the last; a missing option is appended.
 
     Args:
-        name: as typed, like `--nproc-per-node`.
+        wanted: values by name as typed, like `--nproc-per-node`.
     """
-    words, found = list(line.launcher), False
-    wanted = _canonical(line.kind, name)
+    words, left = list(line.launcher), dict(wanted)
+    names = {_canonical(line.kind, name): name for name in wanted}
     for key, at, end in _walk(line.kind, line.launcher, line.head):
-        if key == wanted:
+        if key in names:
             given, equals, _ = words[at].partition("=")
+            value = wanted[names[key]]
             words[at:end] = [f"{given}={value}"] if equals else [given, value]
-            found = True
-    return words if found else [*words, name, value]
+            left.pop(names[key], None)
+    return [*words, *(word for option in left.items() for word in option)]
 
 
 def options_without(line: CommandLine, *names: str) -> list[str]:
@@ -240,22 +240,20 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
     most = options.get(nodes, "1").rpartition(":")[2]
     if most.lstrip("-").isdecimal() and whole_number(most, f"{launcher} --{nodes}", -MOST) > 1:
         raise UserError(several_nodes(f"{launcher} --{nodes} {options[nodes]}"))
+    if kind != DEEPSPEED:
+        return
     hosts = options.get("include", "").split("@")
-    if kind == DEEPSPEED and (len(hosts) > 1 or hosts[0].partition(":")[0] not in ("", "localhost", "127.0.0.1")):
+    if len(hosts) > 1 or hosts[0].partition(":")[0] not in ("", "localhost", "127.0.0.1"):
         raise UserError(several_nodes(f"{launcher} --include {options['include']}"))
-    if kind == DEEPSPEED and options.get("exclude"):
+    if options.get("exclude"):
         raise UserError(
             f"{launcher} --exclude {options['exclude']}: name the GPUs that are meant, like --include localhost:1,2,3"
         )
     hostfile = Path(options.get("hostfile") or "/dev/null")
-    if kind == DEEPSPEED and os.path.isfile(hostfile):
-        lines = [
-            line
-            for line in hostfile.read_text(encoding="utf-8").splitlines()
-            if line.strip() and not line.lstrip().startswith("#")
-        ]
-        if len(lines) > 1:
-            raise UserError(several_nodes(f"{launcher} --hostfile {hostfile} ({len(lines)} hosts)"))
+    if os.path.isfile(hostfile):
+        count = len(re.findall(r"^[ \t]*[^#\s]", hostfile.read_text(encoding="utf-8"), re.MULTILINE))
+        if count > 1:
+            raise UserError(several_nodes(f"{launcher} --hostfile {hostfile} ({count} hosts)"))
 
 
 def several_nodes(what: str) -> str:

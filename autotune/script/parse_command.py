@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -16,7 +17,7 @@ from autotune.problem.ds_config import value_at
 from autotune.problem.import_time_env import settings_in, variables_after
 from autotune.problem.job import ArgumentFile, Script, script_text
 from autotune.script.argument_files import integers_in_words, is_ds_config, launcher_data
-from autotune.script.argument_writer import argument_files, read_file
+from autotune.script.argument_writer import read_file, with_argument_files
 from autotune.script.carriers import KNOWN_FLAGS
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
 from autotune.script.script import check_configs_exist
@@ -70,9 +71,8 @@ def read_command(
         raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
     cwd = Path.cwd()
     flags = tuple(_mapping(text) for text in maps)
-    named = [flag for _, flag in flags if not flag.startswith("-")]
-    files = (*argument_files(argv, cwd, named=named), *_launcher_files(line))
-    beside = str(ds_config.resolve()) if ds_config else launchers_config(line, files, str(cwd))
+    launchers = _launcher_files(line)
+    beside = str(ds_config.resolve()) if ds_config else launchers_config(line, launchers, str(cwd))
     script = Script(
         argv,
         str(cwd),
@@ -82,8 +82,9 @@ def read_command(
         launcher=line.launcher,
         environment=line.environment,
         program=str(program) if program else None,
-        files=files,
     )
+    script = with_argument_files(script)
+    script = dataclasses.replace(script, files=(*script.files, *launchers))
     check_configs_exist(script)
     ranks, ranks_source = _ranks(line, script)
     variables = dict(line.environment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from autotune.masking import masked_words
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, read_config, sixteen_bits_enabled
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, ScriptProfile, script_text
+from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.models import ModelSpec
 from autotune.script.script import candidate_of_config, config_path
 
@@ -67,19 +66,18 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
         return packed
     if not seen["rows"]:
         return _counted(facts, facts["micro_batch"], facts["accumulation"], "", 1)
-    steps = [facts["accumulation"], *(one for one in said.get(ACCUMULATION, ()) if micros % one == 0)]
-    pairs = [(size, times) for times in steps for size in sizes]
-    for unit, count in seen.items():
-        fits = [
-            (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
-        ]
-        if fits:
-            # min() takes the first of equally near values, which is the config's
-            per_sample, size, times = min(fits, key=lambda fit: fit[0])
-            return _counted(facts, size, times, unit, per_sample)
-    # A loop that steps at every backward ignores the config's accumulation.
-    unheeded = next((size for size in sizes if seen["rows"] == size * micros), None)
-    return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
+    declared = [facts["accumulation"], *(one for one in said.get(ACCUMULATION, ()) if micros % one == 0)]
+    for steps in (declared, [micros]):  # a loop that steps at every backward ignores the config's accumulation
+        pairs = [(size, times) for times in steps for size in sizes]
+        for unit, count in seen.items():
+            fits = [
+                (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
+            ]
+            if fits:
+                # min() takes the first of equally near values, which is the config's
+                per_sample, size, times = min(fits, key=lambda fit: fit[0])
+                return _counted(facts, size, times, unit, per_sample)
+    return None
 
 
 def growth_line(grows: Sequence[int]) -> str:
@@ -162,33 +160,20 @@ def _is_looped(facts: dict[str, Any], accumulation: int) -> bool:
     return not passed_on and facts["accumulation"] == 1 < accumulation == _micros(facts)
 
 
-def first_candidates(script: Script) -> list[Candidate]:
-    """Return the candidates that the probe run may be, as far as known before it.
+def first_candidate(script: Script) -> Candidate:
+    """Return the candidate of the config that the command names, or one without knobs.
 
-    They are the config's candidate if the command names a config, or else guesses from the script's text.
+    The probe run reports each op that it needs besides.
     """
     path = config_path(script)
-    if path is not None:
-        return [candidate_of_config(read_config(path))]
-    offloads = re.search("offload_optimizer|CPUAdam", script_text(script) or "")
-    return [Candidate(()), *([Candidate.of({"zero_stage": 2, "offload_optimizer": "cpu"})] if offloads else [])]
+    return Candidate(()) if path is None else candidate_of_config(read_config(path))
 
 
 def unknown_job(script: Script, hardware: Hardware) -> Job:
-    """Return the stand-in for a script of which only the command is known.
-
-    The optimizer is known if the command names a DeepSpeed config. Otherwise DeepSpeed's Adam is assumed if the script's text
-    contains the word `optimizer` in quotes, or cannot be read, and torch's if the text also sets `torch_adam`.
-    """
+    """Return the stand-in for a script of which only the command is known, with the optimizer of a config that it names."""
     model = ModelSpec(script.name, {}, " ".join(masked_words(script.argv)))
     path = config_path(script)
-    if path is not None:
-        optimizer = read_config(path).get("optimizer")
-    else:
-        text = script_text(script)
-        torchs = re.search(r"[\"']torch_adam[\"']\s*:\s*[Tt]rue", text or "")
-        adam = {"type": "AdamW", **({"params": {"torch_adam": True}} if torchs else {})}
-        optimizer = adam if text is None or re.search("[\"']optimizer[\"']", text) else None
+    optimizer = None if path is None else read_config(path).get("optimizer")
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 

@@ -21,6 +21,7 @@ from autotune.script.argument_files import argument_names, find_key, own_files
 from autotune.script.environment import VARIABLE
 from autotune.script.parse_command import declared, launchers_config
 from autotune.script.script import line_of
+from autotune.util.bounds import leaves
 
 _PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash is a kernel from the Hub
 _PATH = re.compile(r"[/\\~]")
@@ -54,7 +55,7 @@ def recorded_job(data: Mapping[str, Any]) -> Job:
     try:
         job = Job.from_json(dict(data))
         return RecordedJob.from_json(dict(data)) if code_of(job) else job
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"the job that was recorded cannot be read ({type(error).__name__}: {error})") from None
 
 
@@ -186,34 +187,24 @@ def _code_in(config: Any, *, remote: bool = True) -> list[str]:
         remote: include `auto_map`, which transformers only loads if the caller trusts it.
     """
     found = []
-    for path, value in _leaves(config):
-        key = path.rpartition(".")[2]
-        kernel = key in ("use_kernels", "kernel_config") and value
-        if key == "auto_map":
+    for path, value in _values(config):
+        keys = path.split(".")
+        kernel = value and not {"use_kernels", "kernel_config"}.isdisjoint(keys)
+        if "auto_map" in keys:
             found += [f"remote code {path}={value}"] if remote else []
-        elif kernel or (key.endswith("implementation") and value is not None and not _PLAIN.fullmatch(str(value))):
+        elif kernel or (path.endswith("implementation") and not _PLAIN.fullmatch(str(value))):
             found.append(f"kernel {path}={value}")
     return found
 
 
 def _names_path(config: Any) -> bool:
     """Check that a value, or a value below it, is a path that DeepSpeed reads or writes."""
-    return any(
-        isinstance(value, str) and (_PATH.search(value) or re.search(r"(path|file|dir)$", path))
-        for path, value in _leaves(config)
-    )
+    found = ((path, value) for path, value in _values(config) if isinstance(value, str))
+    return any(_PATH.search(value) or re.search(r"(path|file|dir)$", path) for path, value in found)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every value in a JSON value that is no container; `auto_map` is yielded whole."""
-    left = [(path, value)]
-    while left:
-        path, value = left.pop()
-        if path.rpartition(".")[2] == "auto_map":
-            yield path, value
-        elif isinstance(value, dict):
-            left += [(f"{path}.{key}" if path else str(key), one) for key, one in value.items()]
-        elif isinstance(value, list | tuple):
-            left += [(path, one) for one in value]
-        else:
-            yield path, value
+def _values(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path without positions in lists, value) of every value in a JSON value that is no container."""
+    for path, value, is_key in leaves(config):
+        if not is_key:
+            yield ".".join(one for one in path if not one.isdigit()), value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from autotune.script.argument_files import (
     own_config,
     own_files,
     renamed,
+    typed_values,
     winners_copy,
 )
 from autotune.script.carriers import KNOWN_FLAGS, STEP, can_set_knob, carried, carrier_of, settings
@@ -36,7 +37,7 @@ from autotune.script.command_line import (
     framework_of,
     launcher_command,
     take_apart,
-    with_option,
+    with_options,
 )
 from autotune.script.environment import VARIABLE, to_set
 
@@ -81,7 +82,7 @@ def heavy_imports(script: Script) -> list[str]:
 def yes_or_no_flags(script: Script) -> set[str]:
     """Return the flags of boolean knobs."""
     known = (*KNOWN_FLAGS.items(), *script.flags)
-    return {*_NEGATED_FLAGS, *(flag for knob, flag in known if knob != STEP and KNOBS[knob].is_switch)}
+    return {*_NEGATED_FLAGS, *(flag for knob, flag in known if knob in KNOBS and KNOBS[knob].is_switch)}
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
@@ -192,18 +193,14 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     Args:
         config: the path of the candidate's DeepSpeed config.
     """
-    words, line, framework = command(script, candidate, config), line_of(script), framework_of(script)
-    if line.kind:
-        return launcher_command(line, _launcher_words(script, candidate, line, ranks, config), words)
-    if _starts_itself(script):
+    words, framework = command(script, candidate, config), framework_of(script)
+    if not script.launcher and _starts_itself(script):
         words = framework.arguments(words, ranks) if framework else words
         return words if script.program is not None else ["python", *words]
-    if script.program is not None:
-        return [*_TORCHRUN, str(ranks), "--no-python", *words]
-    return launcher_command(line, _starter(script, ranks, config), words)
+    line = line_of(dataclasses.replace(script, launcher=script.launcher or _starter(script)))
+    return launcher_command(line, _launcher_words(script, candidate, line, ranks, config), words)
 
 
-_TORCHRUN = ("torchrun", "--nproc-per-node")
 _RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERATE: "--num_processes"}
 
 
@@ -229,12 +226,15 @@ def variables_for(script: Script, candidate: Candidate, ranks: int) -> dict[str,
 
 def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:
     """Return the launcher's words as typed, with the number of ranks and the winner's config inserted."""
-    file = launcher_file(script)
-    named = launcher_data(script.files).get("num_processes")
+    file, named = launcher_file(script), launcher_data(script.files).get("num_processes")
     wanted: dict[str, str] = {}
     if ranks not in (line.ranks, named if line.ranks is None else None) and "include" not in line.options:
-        option, value = _deepspeed_ranks(ranks) if line.kind == DEEPSPEED else (_RANKS_OPTION[line.kind], str(ranks))
-        wanted[option] = value
+        shown = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        if line.kind == DEEPSPEED and len(shown) >= ranks and all(one.isdigit() for one in shown):
+            # With `--num_gpus` it ignores this variable and takes the first GPUs (deepspeed 0.19.8, launcher/runner.py).
+            wanted["--include"] = f"localhost:{','.join(shown[:ranks])}"
+        else:
+            wanted[_RANKS_OPTION[line.kind]] = str(ranks)
     elsewhere = CONFIG_FLAG in argument_names(script.argv) or carries_config(script)
     if file is not None:
         wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
@@ -242,34 +242,21 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
             wanted["--mixed_precision"] = str(precision)
     elif line.kind == ACCELERATE and not elsewhere:
         wanted["--deepspeed_config_file"] = config
-        if "use_deepspeed" not in line.options:
-            line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
     known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
     if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:
         wanted[f"--{ACCUMULATION}"] = str(candidate.engine_batch(script.profile)[1])
-    for name, value in wanted.items():
-        line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
-    return list(line.launcher)
+    switched = "--deepspeed_config_file" in wanted and "use_deepspeed" not in line.options
+    return [*with_options(line, wanted), *(["--use_deepspeed"] if switched else [])]
 
 
-def _deepspeed_ranks(ranks: int) -> tuple[str, str]:
-    """Return the option of DeepSpeed's launcher for this number of ranks.
-
-    With `--num_gpus` the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (deepspeed 0.19.8, launcher/runner.py).
-    """
-    shown = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if len(shown) >= ranks and all(one.isdigit() for one in shown):
-        return "--include", f"localhost:{','.join(shown[:ranks])}"
-    return _RANKS_OPTION[DEEPSPEED], str(ranks)
-
-
-def _starter(script: Script, ranks: int, config: str) -> list[str]:
+def _starter(script: Script) -> tuple[str, ...]:
     """Return the launcher for a script that was typed without one."""
-    if script.ds_config is None:
-        if not script.profile.through_arguments and set(LOCAL_RANK_FLAGS) & set(script.profile.flags):
-            return ["deepspeed", *_deepspeed_ranks(ranks)]
-        return [*_TORCHRUN, str(ranks)]
-    return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
+    if script.program is not None:
+        return ("torchrun", "--no-python")
+    if script.ds_config is not None:
+        return ("accelerate", "launch")
+    takes_rank = not set(LOCAL_RANK_FLAGS).isdisjoint(script.profile.flags)
+    return ("deepspeed",) if takes_rank and not script.profile.through_arguments else ("torchrun",)
 
 
 # flags of DeepSpeed, transformers and accelerate whose value is a DeepSpeed config file
@@ -280,19 +267,18 @@ def config_path(script: Script) -> Path | None:
     """Return the DeepSpeed config file that the command names, or None if the config is elsewhere."""
     if script.ds_config is not None:
         return Path(script.ds_config)
-    found = _config_files(script.argv, Path(script.cwd), script.profile.config)
-    named = next((path for _, _, path in found), None)
-    inside = own_config(script) if named is None else None
-    return inside if isinstance(inside, Path) else named
+    for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config):
+        return path
+    inside = own_config(script)
+    return inside if isinstance(inside, Path) else None
 
 
 def named_configs(script: Script) -> list[Path]:
     """Return the DeepSpeed config files that the command names: by content, or by one of DeepSpeed's own flags."""
-    path = config_path(script)
-    found = [path] if path else []
-    found += [path for name in _flagged_configs(script) if os.path.isfile(path := Path(script.cwd, name))]
-    found += [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config)]
-    return list(dict.fromkeys(path.resolve() for path in found))
+    files = [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config)]
+    flagged = [path for name in _flagged_configs(script) if os.path.isfile(path := Path(script.cwd, name))]
+    found = [config_path(script), *flagged, *files]
+    return list(dict.fromkeys(path.resolve() for path in found if path))
 
 
 def check_configs_exist(script: Script) -> None:
@@ -306,13 +292,9 @@ def check_configs_exist(script: Script) -> None:
             raise UserError(f"{name}: no such file; expected the DeepSpeed config")
 
 
-def _flagged_configs(script: Script) -> Iterator[str]:
-    """Yield the values of DeepSpeed's own flags that name a config."""
-    words = [*script.argv, *script.launcher]
-    for word, follows in zip(words, [*words[1:], ""], strict=True):
-        flag, equals, value = word.partition("=")
-        if flag in _CONFIG_FLAGS:
-            yield value if equals else follows
+def _flagged_configs(script: Script) -> list[str]:
+    """Return the values of DeepSpeed's own flags that name a config."""
+    return [value for flag, value in typed_values([*script.argv, *script.launcher]) if flag in _CONFIG_FLAGS]
 
 
 def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:
@@ -419,16 +401,13 @@ def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> li
     words: list[str | None] | None = script.profile.spellings.get(flag)
     if words is None or not isinstance(value, bool):
         return with_flag(argv, flag, value)
-    takes_value = f"{flag}=" in str(words[True])
-    found: list[str] = []
-    place, follows = None, False  # index of the flag; whether the word before was the flag, so that its value follows
+    said, takes_value = words[value], f"{flag}=" in str(words[True])
+    found: list[str | None] = []
+    follows = False  # whether the word before was the flag, so that its value follows
     for word in argv:
-        mine = word in (flag, *words) or word.startswith(f"{flag}=")
-        if mine and place is None:
-            place = len(found)
-        if not mine and not (follows and not word.startswith("-")):
+        is_value, follows = follows and not word.startswith("-"), takes_value and word == flag
+        if word in (flag, *words) or word.startswith(f"{flag}="):
+            found += [said] if said not in found else []
+        elif not is_value:
             found.append(word)
-        follows = word == flag and takes_value
-    place = len(found) if place is None else place
-    said = words[value]
-    return [*found[:place], *([said] if said else []), *found[place:]]
+    return [word for word in (found if said in found else [*found, said]) if word is not None]

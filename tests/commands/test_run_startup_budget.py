@@ -33,16 +33,22 @@ def at(seconds: float, build_seconds: float = 0.0) -> StartupDeadline:
 
 
 def test_a_budget_that_ends_in_startup_is_said_with_a_larger_one() -> None:
-    with pytest.raises(NoWinner, match=r"start-up took 12.0 s.*budget of 12.0 s; use --budget 1m"), at(12.5).no_trial():
+    with (
+        pytest.raises(NoWinner, match=r"start-up took 12.0 s.*budget of 12.0 s; use --budget 1m"),
+        at(12.5).ended(without_trial=True),
+    ):
         raise Stopped("stopped")
-    with at(12.5).no_more_trials():
+    with at(12.5).ended(without_trial=False):
         raise Stopped("stopped")
 
 
 @pytest.mark.parametrize(("seconds", "build_seconds"), [(11.0, 0.0), (20.0, 9.0)])
 def test_a_user_who_stops_within_the_budget_is_no_budget(seconds: float, build_seconds: float) -> None:
     """Builds of DeepSpeed's ops do not count."""
-    for way in (at(seconds, build_seconds).no_trial(), at(seconds, build_seconds).no_more_trials()):
+    for way in (
+        at(seconds, build_seconds).ended(without_trial=True),
+        at(seconds, build_seconds).ended(without_trial=False),
+    ):
         with pytest.raises(Stopped), way:
             raise Stopped("stopped")
 

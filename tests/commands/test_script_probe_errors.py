@@ -109,7 +109,7 @@ def test_what_takes_least_memory_keeps_a_fused_optimizer_where_it_steps(
 
 def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
     def kept(**facts: Any) -> ScriptProfile:
-        return _profile(facts, lambda _: {"micro_batch": 1, "counted": ""}, own=True)
+        return _profile({"micro_batch": 1, "accumulation": 1, **facts}, own=True)
 
     told = {"class": "AdamW", "fused": None, "foreach": None}
     assert kept(torch_optimizer=told).torch_optimizer == told

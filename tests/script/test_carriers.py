@@ -7,7 +7,7 @@ from pathlib import Path
 from autotune.commands.script_probe import _script_batch_sizes
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.job import Script, ScriptProfile
-from autotune.script.argument_writer import argument_files
+from autotune.script.argument_writer import with_argument_files
 from autotune.script.carriers import STEP, Carrier, carrier_of
 
 
@@ -22,8 +22,8 @@ def test_sizes_in_files_by_the_declared_name_or_by_usual_ones(tmp_path: Path) ->
 
     def sizes(words: str, flag: str) -> list[list[int]]:
         argv = tuple(words.split())
-        files = argument_files(argv, tmp_path, named=[flag])
-        found = _script_batch_sizes(Script(argv, str(tmp_path), ((MICRO_BATCH, flag),), files=files), {})
+        script = with_argument_files(Script(argv, str(tmp_path), ((MICRO_BATCH, flag),)))
+        found = _script_batch_sizes(script, {})
         return [found[MICRO_BATCH], found[ACCUMULATION]]
 
     assert sizes("train.py a.yaml b.yaml", "data.rows") == [[2, 2], [3]]

@@ -14,7 +14,7 @@ from autotune.script.command_line import (
     launcher_command,
     options_without,
     take_apart,
-    with_option,
+    with_options,
 )
 
 TRAIN = ("train.py", "--lr", "1")
@@ -144,7 +144,7 @@ def test_ranks_that_are_no_number(ranks: str) -> None:
     ],
 )
 def test_an_option_is_set_where_it_stands(typed: str, option: str, expected: str) -> None:
-    assert with_option(take_apart(typed.split()), option, "4") == expected.split()
+    assert with_options(take_apart(typed.split()), {option: "4"}) == expected.split()
 
 
 def test_deepspeed_spells_a_module_out() -> None:

@@ -280,7 +280,7 @@ def test_where_the_config_stands(folder: Path) -> None:
         (
             "own.json",
             {},
-            ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", "best.json", "--num_processes", "2"],
+            ["accelerate", "launch", "--num_processes", "2", "--deepspeed_config_file", "best.json", "--use_deepspeed"],
         ),
     ],
 )
