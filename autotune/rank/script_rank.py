@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -112,14 +112,14 @@ class ScriptRank(BaseRank, TrainingObserver):
         self._variables: dict[str, str] | None = None  # environment before the script ran
         self._steps_left = 0  # steps until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
-        self._pid = os.getpid()
 
     def _reset(self) -> None:
         """Start counting, again if the watched engine was not the one that trains."""
         self.steps = 0
         self.batch = Batch()  # batch of the running step
         self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
-        self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
+        self.timed: list[float] = []  # seconds of every measured step
+        self.batches: list[Batch] = []  # of every measured step
         self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
         self.lengths: list[set[int]] = []  # tokens of a row, in the forwards of every step of a probe run
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
@@ -279,7 +279,8 @@ class ScriptRank(BaseRank, TrainingObserver):
                 self._go_on(measure.stretch(request, 0.0, 0, max(self.warmup)))
                 self._measuring_began = time.perf_counter()
             return
-        self.timed.append((seconds, self.batch))
+        self.timed.append(seconds)
+        self.batches.append(self.batch)
         self._steps_left -= 1
         if not self._steps_left:
             self._compare_clocks(request)
@@ -356,12 +357,12 @@ class ScriptRank(BaseRank, TrainingObserver):
         """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
         if not measure.holds_another(request, elapsed, elapsed / steps) or (
-            request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed]))
+            request.can_be_beaten and measure.beaten(request, self.average(self.timed))
         ):
             self._finish()
         elif not measure.enough(request, elapsed, steps):
             self._go_on(measure.stretch(request, elapsed, steps, elapsed / steps))
-        elif measure.settled(request, elapsed, self.average([seconds for seconds, _ in self.timed]), self.warmup):
+        elif measure.settled(request, elapsed, self.average(self.timed), self.warmup):
             self._finish()
         else:
             self._go_on(1 + steps // 4)
@@ -373,8 +374,7 @@ class ScriptRank(BaseRank, TrainingObserver):
     def _finish(self) -> NoReturn:
         device = self.own_device
         device.synchronize()
-        batches = [batch for _, batch in self.timed]
-        tokens = {}
+        batches, tokens = self.batches, {}
         if any(batch.tokens > batch.rows for batch in batches):  # otherwise they have no tokens: images, audio frames
             tokens = {"tokens": statistics.fmean(batch.tokens for batch in batches)}
         facts: dict[str, Any] = {**tokens, "widest": self.widest_tokens, "evaluating": self._evaluating}
@@ -385,11 +385,10 @@ class ScriptRank(BaseRank, TrainingObserver):
             facts |= own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"])
             facts |= {"boundary_by_hand": by_hand, "unsynced": self.context.unsynced}
             facts["grad_changed_by_hand"] = self.context.trace.changes_gradients
-        if grows := growth(self.lengths):
-            facts["grows"] = [*grows, self.context.loader_tokens]
-        if not self.script.profile.is_known:
             facts[SOURCES] = source_files.found(self.context)
             facts[READ], facts[READ_INTEGERS] = environment.found(self.context, facts[SOURCES])
+        if grows := growth(self.lengths):
+            facts["grows"] = [*grows, self.context.loader_tokens]
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
         if late := self._late():
@@ -401,10 +400,9 @@ class ScriptRank(BaseRank, TrainingObserver):
             "measured",
             seeds=self.random_state.named if self.candidate is None else [],
             repeats_seeds=self.random_state.repeats,
-            step_seconds=self.average([seconds for seconds, _ in self.timed]),
+            step_seconds=self.average(self.timed),
             warmup_steps=WARMUP_STEPS,
             measured_seconds=time.perf_counter() - self._measuring_began,
-            extrapolated=False,
             facts=facts,
             trace=self.context.report(),
             **tokens,
@@ -468,15 +466,6 @@ class Batch:
         return self.packed == self.rows > 0
 
 
-def typical_counts(batches: Sequence[Batch]) -> dict[str, int]:
-    """Return the most frequent counts per step, since a data set's last step may be smaller."""
-    return {
-        "micros": statistics.mode(batch.micro_batches for batch in batches),
-        "rows": statistics.mode(batch.rows for batch in batches),
-        "sequences": statistics.mode(batch.sequences for batch in batches),
-    }
-
-
 def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int) -> dict[str, Any]:
     """Return the counts per step of a probe run, in the terms of `script.profile.batch_seen`.
 
@@ -484,7 +473,12 @@ def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int) -> 
         micro_batch: micro-batch of the script's config.
         accumulation: accumulation of the script's config.
     """
-    found: dict[str, Any] = typical_counts(batches)
+    # the most frequent counts, since a data set's last step may be smaller
+    found: dict[str, Any] = {
+        "micros": statistics.mode(batch.micro_batches for batch in batches),
+        "rows": statistics.mode(batch.rows for batch in batches),
+        "sequences": statistics.mode(batch.sequences for batch in batches),
+    }
     rows = [batch.rows for batch in batches]
     if not any(rows) or typical_rows(rows):
         flat = all(batch.flat for batch in batches) and not typical_rows([batch.sequences for batch in batches])
@@ -515,9 +509,8 @@ def growth(lengths: Sequence[set[int]]) -> list[int]:
         lengths: of each step, in its forwards.
     """
     each = [max(one) for one in lengths if len(one) == 1]
-    if len(each) < len(lengths) or each != sorted(each):
-        return []
-    return [each[0], each[-1]] if len(set(each)) > 1 else []
+    grows = len(each) == len(lengths) and each == sorted(each) and each[:1] < each[-1:]
+    return [each[0], each[-1]] if grows else []
 
 
 def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
@@ -615,10 +608,9 @@ def check_auxiliary_engine(rows: Sequence[int], number: str, candidate: Candidat
     """
     if not profile.beside:  # no auxiliary engine was seen
         return
-    own = profile.beside.get(number)
-    if own == 0:  # its batch does not depend on the candidate
+    known = profile.beside.get(number, 0)
+    if not known and number in profile.beside:  # its batch does not depend on the candidate
         return
-    known = own or 0
     times = candidate.rows_per_rank / (profile.micro_batch * profile.accumulation)
     other = [one for one in rows if abs(one - known) > 0.5 and abs(one - known * times) > 0.5]
     if other and (max(other) > known * max(1, times) or len(other) > max(1, MOST_SHORT * len(rows))):
@@ -659,7 +651,7 @@ class SavedTensors:
             return tensor
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._open, self._inside, self._patches = True, False, Patches()
+        self._inside, self._installed, patches = False, ExitStack(), Patches()
         original: Any = vars(torch.autograd.Function)["apply"]  # a method of C since torch 2.14
 
         @functools.wraps(torch.autograd.Function.apply)
@@ -681,15 +673,13 @@ class SavedTensors:
                     pack(tensor)
             return found
 
-        self._hooks.__enter__()
-        self._patches.replace(torch.autograd.Function, "apply", classmethod(unhooked))
+        self._installed.enter_context(self._hooks)
+        self._installed.callback(patches.close)
+        patches.replace(torch.autograd.Function, "apply", classmethod(unhooked))
 
     def close(self) -> None:
         """Remove the hooks of saved tensors, once."""
-        if self._open:
-            self._open = False
-            self._patches.close()
-            self._hooks.__exit__(None, None, None)
+        self._installed.close()
 
 
 # -- overflow ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from autotune.rank.script_rank import (
     check_tokens,
     growth,
     own_steps,
-    typical_counts,
     typical_rows,
 )
 from autotune.rank.step_statistics import pace_of
@@ -482,7 +481,9 @@ def test_rows_that_are_packed_end_to_end_are_known_by_their_tokens() -> None:
     assert (found["micros"], found["rows"]) == (2, 2)
     assert own_steps(packed(1000, 200, 1900, 700), 4, 2)["packed_tokens"] == 0, "not full"
     steady = packed(1000, 900, 950, sequences=(8, 8, 8))
-    assert own_steps(steady, 4, 2) == typical_counts(steady), "as many sequences each: these are counted"
+    assert own_steps(steady, 4, 2) == {"micros": 2, "rows": 2, "sequences": 8}, (
+        "as many sequences each: these are counted"
+    )
     one_unpacked = [*packed(1000, 980, 1010), Batch(2, 2, 9, 990, packed=1)]
     assert "packed_tokens" not in own_steps(one_unpacked, 4, 2)
 
