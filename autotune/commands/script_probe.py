@@ -72,10 +72,20 @@ _LEAST_MEMORY: dict[str, Value] = {
 # accept the script's own optimizer
 _ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
-_UNREACHED = re.compile(  # types of exceptions
-    r"urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+"
-)
-
+# causes that need no traceback, by a pattern of a line of the exceptions' types, the reason and its evidence
+_CAUSES = {
+    r"EOF when reading a line": "asks for input, and ranks have nobody to ask: give the answer as an argument",
+    r"^bdb\.BdbQuit": "stops at a breakpoint, and ranks have nobody to ask: take it out",
+    r"Address already in use|EADDRINUSE": (
+        "opens a port that is taken, by itself, another of its ranks or another process: open it once, on one rank alone, or "
+        "a free one (port 0) on each"
+    ),
+    re.escape(UNEQUAL_COLLECTIVES): "fails by itself, before anything is tuned",
+    r"^builtins\.FileNotFoundError": "reads what is not there, as seen from the folder in which you call autotune",
+    r"^(urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+)": (
+        "cannot reach what it reads over the network: put it on this machine"
+    ),
+}
 
 # file in a study's folder: a measured first run, before the checks that follow it
 _UNFINISHED = "probe-unfinished.json"
@@ -493,25 +503,11 @@ def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> s
         longer: which budget to try if the script needs more time.
         reached: it has called `deepspeed.initialize`.
     """
-    raised = set(outcome.exceptions)
     log = f"log: {outcome.log}/rank{outcome.rank or 0}.log"
-    if "builtins.EOFError" in raised and "reading a line" in outcome.reason:  # the message of `input`
-        return f"{target} asks for input, and ranks have nobody to ask: give the answer as an argument ({log})"
-    if "bdb.BdbQuit" in raised:
-        return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
-    if re.search("Address already in use|EADDRINUSE", f"{outcome.reason}\n{outcome.evidence}"):
-        return (
-            f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
-            f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
-        )
-    if UNEQUAL_COLLECTIVES in outcome.reason:
-        return f"{target} fails by itself, before anything is tuned: {outcome.reason} ({log})"
-    if "builtins.FileNotFoundError" in raised:
-        return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
-    if any(map(_UNREACHED.match, raised)):
-        return (
-            f"{target} cannot reach what it reads over the network ({outcome.reason}): put it on this machine ({log})"
-        )
+    told = "\n".join([*outcome.exceptions, outcome.reason, outcome.evidence])
+    for pattern, cause in _CAUSES.items():
+        if re.search(pattern, told, re.MULTILINE):
+            return f"{target} {cause} ({outcome.reason}; {log})"
     late = outcome.kind is OutcomeKind.TIMEOUT or (
         outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.BUDGET
     )
@@ -882,13 +878,12 @@ def check_batch(
     held = [other for other in others(own) if runs.holds(max(1.0, own.micro_batch / other.micro_batch))]
     for number, other in enumerate(held[: runs.left], 1):
         outcome, _ = runs.run(other, f"probe-batch-{number}", _TRACED_STEPS, job)
-        unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok and reference is not None and outcome.trace is not None:
             return _compared(script, reference, other, outcome.trace)
-        if outcome.ok or (unknown and not refused):
-            return ""
-        if not unknown:
+        if outcome.kind.is_attributable_to_candidate and not outcome.kind.is_oom and not outcome.ok:
             refused.append((other, outcome))
+        elif outcome.ok or not refused:
+            return ""
     if not refused:
         return ""
     other, first = refused[0]
@@ -922,9 +917,5 @@ def others(own: Candidate) -> list[Candidate]:
     micros = [size for size in range(1, most + 1) if total % size == 0 and size != own.micro_batch]
     if not micros:
         return [own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})]
-
-    def distance(size: int) -> tuple[float, int]:
-        times = max(size, own.micro_batch) / min(size, own.micro_batch)
-        return abs(times - 2), size
-
-    return [own.but(**{MICRO_BATCH: size, ACCUMULATION: total // size}) for size in sorted(micros, key=distance)]
+    micros.sort(key=lambda size: abs(max(size, own.micro_batch) / min(size, own.micro_batch) - 2))
+    return [own.but(**{MICRO_BATCH: size, ACCUMULATION: total // size}) for size in micros]

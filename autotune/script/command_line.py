@@ -294,14 +294,15 @@ class Framework:
         words = list(argv)
         if self.superseded and (flag := f"--{self.superseded}") in words:
             del words[words.index(flag) : words.index(flag) + 2]
-        given = any(word.partition("=")[0].replace("-", "_") in _SPELT for word in words)
+        given = any(word.partition("=")[0] in RANKS_OPTIONS for word in words)
         added = [word.replace("RANKS", str(ranks)) for word in self.words if not given or word == "--use_deepspeed"]
         if any(word in words for word in ("--use_deepspeed", "--launcher")):
             added = [word for word in added if word != "--use_deepspeed"]
         return [*words, *(["--"] if self.separated and "--" not in words and added else []), *added]
 
 
-_SPELT = {"__num_processes", "__nproc_per_node"}
+# options of a framework's own command
+RANKS_OPTIONS = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
 # accelerate is the only launcher of these that also starts CPU ranks
 _BY_ACCELERATE = ("--use_deepspeed", "--num_processes", "RANKS")
 _TRAINER = ("transformers.trainer", "transformers.training_args", "accelerate", "datasets", "peft")

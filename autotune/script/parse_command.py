@@ -19,7 +19,15 @@ from autotune.problem.job import ArgumentFile, Script, script_text
 from autotune.script.argument_files import integers_in_words, is_ds_config, launcher_data
 from autotune.script.argument_writer import read_file, with_argument_files
 from autotune.script.carriers import KNOWN_FLAGS
-from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
+from autotune.script.command_line import (
+    ACCELERATE,
+    FRAMEWORKS,
+    RANKS_OPTIONS,
+    CommandLine,
+    framework_of,
+    several_nodes,
+    take_apart,
+)
 from autotune.script.script import check_configs_exist
 from autotune.script.shell_script import started_training
 from autotune.util.bounds import MOST_RANKS, whole_number
@@ -31,8 +39,6 @@ from autotune.util.interpreter import OWN, Interpreter, console_script
 
 _MPI = {"mpirun", "mpiexec", "srun"}
 _RANKS_VARIABLES, _NODES_VARIABLE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"), "NNODES"
-# options of a framework's own command
-_SPELT = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
 # More names under which an argument `name=value` or `--name value` sets a knob, besides the flags of Hugging Face's parsers.
 _OTHER_NAMES = {"micro_batch_size": MICRO_BATCH, **{flag[2:]: knob for knob, flag in KNOWN_FLAGS.items()}}
 
@@ -214,15 +220,15 @@ def _ranks(line: CommandLine, script: Script) -> tuple[int | None, str]:
     framework = framework_of(script) if script.program else None
     if framework is None:
         return None, ""
-    known = {**os.environ, **dict(line.environment)}
+    known = {**os.environ, **dict(line.environment)} if framework.variables else {}
     nodes = known.get(_NODES_VARIABLE, "")
-    if framework.variables and nodes.isdecimal() and whole_number(nodes, _NODES_VARIABLE) > 1:
+    if nodes.isdecimal() and whole_number(nodes, _NODES_VARIABLE) > 1:
         raise UserError(several_nodes(f"{_NODES_VARIABLE}={nodes}"))
-    for name in _RANKS_VARIABLES if framework.variables else ():
+    for name in _RANKS_VARIABLES:
         if known.get(name, "").isdecimal():
             return whole_number(known[name], name, 0, MOST_RANKS), f"{name}={known[name]}"
     typed = integers_in_words(script.argv)
-    for name in _SPELT:
+    for name in RANKS_OPTIONS:
         if name in typed:
             return typed[name], f"{name} {typed[name]}"
     return None, ""

@@ -112,7 +112,7 @@ def with_values(script: Script, argv: list[str], candidate: Candidate, flags: Se
     for knob, place, value in carried(script, candidate):
         is_word = place in flags and not place.startswith(VARIABLE)
         if is_word and (place in typed or not can_set_knob(script, knob)):
-            argv = with_setting(script, argv, place, value)
+            argv = with_flag(argv, place, value, script.profile.spellings.get(place))
     return argv
 
 
@@ -360,24 +360,31 @@ def no_and_yes(word: str) -> tuple[str, str] | None:
     return pair if pair is None or word == word.lower() else (pair[0].title(), pair[1].title())
 
 
-def with_flag(argv: Sequence[str], flag: str, value: Value) -> list[str]:
+def with_flag(argv: Sequence[str], flag: str, value: Value, spelt: Sequence[str | None] | None = None) -> list[str]:
     """Return the arguments with the flag set to this value.
 
     Every occurrence is replaced, since most parsers take the last; a missing flag is appended. A flag without dashes is an
     argument `name=value`, as Hydra and OmegaConf read it.
+
+    Args:
+        spelt: words for no and yes that the script's parser was seen to accept (`rank/hooks/config.py`), of which a None is left
+            out. A value is given once by these.
     """
-    dashed, given = flag.startswith("-"), False
-    found: list[str] = []
-    rest = list(argv)
+    dashed, given, found, rest = flag.startswith("-"), False, list[str](), list(argv)
+    said = [spelt[value]] if spelt and isinstance(value, bool) else None
     while rest:
         word = rest.pop(0)
         name, equals, typed = word.partition("=")
-        if not (name == flag if dashed else equals and name.lstrip("+") == flag):
+        is_name = name == flag if dashed else equals and name.lstrip("+") == flag
+        if not is_name and not (said and spelt and word in spelt):
             found.append(word)
             continue
-        given = True
         follows = rest[0] if rest else "--"
-        if equals:
+        if said and spelt:
+            if word == flag and f"{flag}=" in str(spelt[True]) and not follows.startswith("-"):
+                rest.pop(0)
+            found += [] if given else filter(None, said)
+        elif equals:
             found.append(f"{name}={_in_kind(value, typed)}")
         elif isinstance(value, bool) and no_and_yes(follows) is None:  # a switch, which takes no value
             found += [flag] if value else []
@@ -385,29 +392,14 @@ def with_flag(argv: Sequence[str], flag: str, value: Value) -> list[str]:
             found.append(f"{flag}={value}")
         else:
             found += [flag, _in_kind(value, rest.pop(0))]
-    return found if given else [*found, *([flag, str(value)] if dashed else [f"{flag}={value}"])]
+        given = True
+    if given:
+        return found
+    if said:
+        return [*found, *filter(None, said)]
+    return [*found, flag, str(value)] if dashed else [*found, f"{flag}={value}"]
 
 
 def _in_kind(value: Value, typed: str) -> str:
     pair = no_and_yes(typed) if isinstance(value, bool) else None
     return str(value) if pair is None else pair[bool(value)]
-
-
-def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:
-    """Return the arguments with the flag set in the spelling that the script's parser was seen to accept.
-
-    `rank/hooks/config.py` records the spellings.
-    """
-    words: list[str | None] | None = script.profile.spellings.get(flag)
-    if words is None or not isinstance(value, bool):
-        return with_flag(argv, flag, value)
-    said, takes_value = words[value], f"{flag}=" in str(words[True])
-    found: list[str | None] = []
-    follows = False  # whether the word before was the flag, so that its value follows
-    for word in argv:
-        is_value, follows = follows and not word.startswith("-"), takes_value and word == flag
-        if word in (flag, *words) or word.startswith(f"{flag}="):
-            found += [said] if said not in found else []
-        elif not is_value:
-            found.append(word)
-    return [word for word in (found if said in found else [*found, said]) if word is not None]

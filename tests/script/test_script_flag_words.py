@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.problem.job import Script, ScriptProfile
-from autotune.script.script import with_setting
+from autotune.script.script import with_flag
 
 SWITCH = [None, "--ckpt"]  # argparse's `store_true`
 PAIR = ["--no-ckpt", "--ckpt"]  # its `BooleanOptionalAction`
@@ -25,12 +24,9 @@ VALUED = ["--ckpt=no", "--ckpt=yes"]
 def test_a_setting_is_said_as_the_parser_takes_it(
     spelling: list[str | None], typed: str, value: bool, expected: str
 ) -> None:
-    script = Script(("train.py",), ".", profile=ScriptProfile(spellings={"--ckpt": spelling}))
-    assert with_setting(script, typed.split(), "--ckpt", value) == expected.split()
+    assert with_flag(typed.split(), "--ckpt", value, spelling) == expected.split()
 
 
 def test_other_flags_and_other_values_are_set_as_usual() -> None:
-    script = Script(("train.py",), ".", profile=ScriptProfile(spellings={"--ckpt": PAIR}))
-    assert with_setting(script, ["--bs", "2"], "--bs", 4) == ["--bs", "4"]
-    assert with_setting(script, ["--ckpt", "2"], "--ckpt", 4) == ["--ckpt", "4"]
-    assert with_setting(Script(("train.py",), "."), ["--bs", "2"], "--ckpt", True) == ["--bs", "2", "--ckpt", "True"]
+    assert with_flag(["--ckpt", "2"], "--ckpt", 4, PAIR) == ["--ckpt", "4"]
+    assert with_flag(["--bs", "2"], "--ckpt", True) == ["--bs", "2", "--ckpt", "True"]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from autotune.problem.job import Script, ScriptProfile
+from autotune.problem.job import ScriptProfile
 from autotune.rank.hooks import config
 from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged_arguments
-from autotune.script.script import command, with_setting
+from autotune.script.script import command, with_flag
 from tests.conftest import make_candidate
 
 
@@ -132,10 +132,9 @@ def test_what_needs_no_other_words_is_not_kept(context: Callable) -> None:
 
 def test_a_value_in_place_of_a_switch_is_taken_out_with_it() -> None:
     spelt = {"--gc": ["--gc=0", "--gc=1"], "--ckpt": [None, "--ckpt"]}
-    script = Script(("train.py",), ".", profile=ScriptProfile(spellings=spelt))
 
     def told(flag: str, value: bool | int, *words: str) -> list[str]:
-        return with_setting(script, list(words), flag, value)
+        return with_flag(list(words), flag, value, spelt.get(flag))
 
     assert told("--gc", True, "--gc", "0", "--lr", "1") == ["--gc=1", "--lr", "1"]
     assert told("--gc", False, "--lr", "--gc", "--x") == ["--lr", "--gc=0", "--x"]
