@@ -80,7 +80,6 @@ FULL: dict[str, list[str]] = {
     "frameworks-cpu": ["trials/frameworks.py"],
     "recovery-cpu": ["reliability/recovery.py"],
     "vs-deepspeed-cpu": ["search/vs_deepspeed.py"],
-    "parallel-cpu": ["trials/parallel.py"],
     "nodes": ["cluster/nodes.py"],
     "reliability-kills": ["reliability/kills.py"],
 }

@@ -25,7 +25,7 @@ import yaml
 from benchmarks.common import HERE, RESULTS
 from benchmarks.docs import search as docs_search
 from benchmarks.docs.stages import own_rows
-from benchmarks.docs.writing import listed, number, percent, result, span, table
+from benchmarks.docs.writing import listed, percent, result, span, table
 from benchmarks.predict.published import OWN, OWN_FILES, coverage
 
 ROOT = HERE.parent
@@ -259,20 +259,7 @@ def launch_recovery() -> str:
     return table(header, rows)
 
 
-# -- candidates in parallel, and nodes -------------------------------------------------------------------------------
-
-
-def parallel() -> str:
-    alone, beside = result("parallel-cpu")
-    speed, least, most = (number(beside[name]) for name in ("speed of alone, median", "least", "most"))
-    near, whole = (
-        [number(one[name]) for one in (beside, alone)] for name in ("s until 95% of the best", "s until all")
-    )
-    return (
-        f"{beside['candidates']} candidates in parallel have {speed}x their speed alone ({least}x to {most}x), and the same one "
-        f"is the fastest. A study comes within 5 % of it in {near[0]} instead of {near[1]} s, and measures all in {whole[0]} "
-        f"instead of {whole[1]} s"
-    )
+# -- nodes -----------------------------------------------------------------------------------------------------------
 
 
 def nodes() -> str:
@@ -376,7 +363,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "launch-recovery": launch_recovery,
-    "parallel": parallel,
     "nodes": nodes,
     "node-trials": node_trials,
     "stages-own": stages_own,

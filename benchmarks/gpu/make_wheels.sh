@@ -13,7 +13,8 @@ rm -rf "$wheels" && mkdir -p "$wheels"
 # PYTHONPATH.
 names=(optuna alembic Mako colorlog SQLAlchemy hjson pydantic pydantic_core annotated-types typing-inspection
        typing_extensions filelock ruamel.yaml nvidia-ml-py py-cpuinfo)
-pins=(tabulate==0.9.0) # DeepSpeed's autotuner alone needs it
+# DeepSpeed's autotuner alone needs tabulate; `levers` measures Liger
+pins=(tabulate==0.9.0 liger-kernel==0.8.5)
 for name in "${names[@]}"; do pins+=("$(grep -i "^$name==" constraints.txt)"); done
 platforms=()
 for n in 39 38 36 35 34 31 28 27 26 24 17 12; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import Ground, Row
+from benchmarks.trials.job_variants import step_seconds
+from benchmarks.trials.ranks import opened
 
 DEADLINE_SECONDS = 150.0
 _CALM = MeasureSpec(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)
@@ -25,6 +30,19 @@ def candidate(ground: Ground, stage: int, micro_batch: int, accumulation: int = 
     size = ground.choose(micro_batch, min(micro_batch, 2))
     batch = {MICRO_BATCH: size, ACCUMULATION: accumulation}
     return Candidate.of({"zero_stage": stage, **ground.choose({}, _SMALL), **batch, **knobs})
+
+
+def measured(ground: Ground, job: Job, engines: Iterable[Sequence[Candidate]]) -> Iterator[Row]:
+    """Measure candidates, those of a sequence in one engine, beside what was predicted for them."""
+    hardware = ground.hardware()
+    with opened(
+        job, hardware, ground.folder / job.model.name, [one for engine in engines for one in engine]
+    ) as executor:
+        for number, engine in enumerate(engines):
+            with closing(executor.session(engine[0], str(number))) as session:
+                for one in engine:
+                    row = as_row(session.measure(one, measure_spec(ground), DEADLINE_SECONDS))
+                    yield {"candidate": str(one), "predicted step s": step_seconds(job, hardware, one), **row}
 
 
 def as_row(outcome: Outcome) -> Row:

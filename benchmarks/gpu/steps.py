@@ -10,8 +10,7 @@ from autotune.errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """A step, and seconds on one GPU: expected ones of the first minutes were measured on an H100 with 16 cores; others are
-    estimates."""
+    """A step, and seconds on one GPU, most of them estimates."""
 
     name: str  # of its module, whose `run(ground)` yields rows
     limit_seconds: float  # it is ended after so long
@@ -25,20 +24,13 @@ class Step:
 
 STEPS = (
     Step("facts", 60, 20, 8, "the machine, as a reader needs it to debug the rest from afar", is_first=True),
-    Step("launch", 120, 40, 87, "launch goes on after an OOM at a cap of the allocator", is_first=True),
-    Step(
-        "study", 235, 190, 143, "autotune run of smollm2-360m, 150 s, to a verified winner", is_first=True, timed=True
-    ),
-    Step(
-        "fidelity",
-        180,
-        40,
-        86,
-        "the study's winner against plain torchrun; without a study a fixed candidate",
-        2,
-        is_first=True,
-        timed=True,
-    ),
+    Step("script", 170, 110, 130, "autotune run of a Trainer script in the sandbox", is_first=True, timed=True),
+    Step("two_ranks", 200, 130, 150, "a study of two ranks on one card: NCCL at all stages", is_first=True, timed=True),
+    Step("levers", 200, 40, 150, "compile, Liger and chunked loss of two models", 2, is_first=True, timed=True),
+    Step("stage3", 80, 30, 50, "steps of stage 3: parameters kept or fetched, overlap", timed=True),
+    Step("study", 160, 120, 130, "autotune run of a named model with a global batch", timed=True),
+    Step("fidelity", 180, 40, 86, "the study's winner, or a fixed candidate, against plain torchrun", 2, timed=True),
+    Step("launch", 120, 40, 87, "launch goes on after an OOM at a cap of the allocator"),
     Step("costs", 120, 30, 40, "cost of the memory monitor at its own rate and at 100 Hz", 2, timed=True),
     Step("ooms", 480, 60, 180, "true OOMs of allocator, libraries and pinned memory: texts, numbers, verdict (4, 22)"),
 )

@@ -22,7 +22,7 @@ def call(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 def test_an_unknown_step_is_one_line_and_exit_2(tmp_path: Path) -> None:
     done = call("--out", str(tmp_path), "--steps", "facts,lunch", "--rehearse")
     assert done.returncode == 2
-    assert done.stderr.startswith("gpu_first.py: --steps facts,lunch: no step lunch; expected some of facts,launch,")
+    assert done.stderr.startswith("gpu_first.py: --steps facts,lunch: no step lunch; expected some of facts,script,")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -37,7 +37,7 @@ def test_steps_without_time_leave_a_file_that_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     found = json.loads((out / "first.json").read_text())
     assert found["rehearsal"]
-    assert list(found["steps"]) == ["facts", "launch", "study", "fidelity"]
+    assert list(found["steps"]) == ["facts", "script", "two_ranks", "levers"]
     assert all("not begun: " in step["error"] for step in found["steps"].values())
 
 
