@@ -53,12 +53,17 @@ class Outlook:
         """All ranks together, padding not counted."""
         return self.prediction.samples_per_second * self.job.tokens_per_sample
 
-    @property
-    def tokens_interval(self) -> Interval:
-        """Interval in tokens per second."""
+    def by_speed(self, value: float | None) -> Interval | None:
+        """Return the interval of a value that is proportional to the speed; None for an unknown one."""
         fast, slow = self.prediction.step_interval
         step = self.prediction.step_seconds
-        return self.tokens_per_second * step / slow, self.tokens_per_second * step / fast
+        return None if value is None else (value * step / slow, value * step / fast)
+
+    def by_time(self, value: float | None) -> Interval | None:
+        """Return the interval of a value that is proportional to the time of a step; None for an unknown one."""
+        fast, slow = self.prediction.step_interval
+        step = self.prediction.step_seconds
+        return None if value is None else (value * fast / step, value * slow / step)
 
     @property
     def mfu(self) -> float | None:
@@ -74,23 +79,9 @@ class Outlook:
         return flops * self.tokens_per_second / self.hardware.count / (peak * 1e12)
 
     @property
-    def mfu_interval(self) -> Interval | None:
-        """Interval as shares, like `mfu`, which is proportional to the speed."""
-        if self.mfu is None:
-            return None
-        low, high = self.tokens_interval
-        return self.mfu * low / self.tokens_per_second, self.mfu * high / self.tokens_per_second
-
-    @property
     def hours(self) -> float:
         """Hours for all tokens, without evaluations, saves and starts."""
         return self.tokens / self.tokens_per_second / 3600
-
-    @property
-    def hours_interval(self) -> Interval:
-        """Return the bounds of the training time in hours."""
-        slow, fast = self.tokens_interval
-        return self.tokens / fast / 3600, self.tokens / slow / 3600
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -101,14 +92,6 @@ class Outlook:
     def usd(self) -> float | None:
         """Cost of all tokens; the price is taken as exact."""
         return self.usd_per_hour * self.hours if self.usd_per_hour is not None else None
-
-    @property
-    def usd_interval(self) -> Interval | None:
-        """Return the bounds of the cost in USD, or None without a price."""
-        if self.usd_per_hour is None:
-            return None
-        low, high = self.hours_interval
-        return self.usd_per_hour * low, self.usd_per_hour * high
 
     @property
     def host_bytes(self) -> float:
@@ -124,20 +107,20 @@ class Outlook:
             "nodes": self.hardware.nodes,
             "candidate": one.candidate.as_dict,
             "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_interval": list(self.tokens_interval),
+            "tokens_per_second_interval": self.by_speed(self.tokens_per_second),
             "mfu": self.mfu,
-            "mfu_interval": list(self.mfu_interval) if self.mfu_interval else None,
+            "mfu_interval": self.by_speed(self.mfu),
             "peak_bytes": round(one.peak_bytes),
             "peak_interval": [round(v) for v in one.peak_interval],
             "chance": round(one.chance, 3),
             "host_bytes_per_node": round(self.host_bytes),
             "tokens": self.tokens,
             "hours": self.hours,
-            "hours_interval": list(self.hours_interval),
+            "hours_interval": self.by_time(self.hours),
             "usd_per_gpu_hour": self.price.usd_per_hour if self.price else None,
             "price_source": f"{self.price.source}, {self.price.date}".rstrip(", ") if self.price else None,
             "usd": self.usd,
-            "usd_interval": list(self.usd_interval) if self.usd_interval else None,
+            "usd_interval": self.by_time(self.usd),
             "binding": one.binding,
         }
 
@@ -344,19 +327,6 @@ def prediction_json(one: Prediction | None, job: Job) -> dict[str, Any] | None:
 #
 # Print a plan: the answer first, then what limits it, and which machines would do.
 
-_COLOURS = {
-    "weights": "blue",
-    "gradients": "cyan",
-    "master weights": "green",
-    "optimizer states": "bright_green",
-    "activations": "yellow",
-    "logits and loss": "bright_yellow",
-    "reduce bucket": "magenta",
-    "gathered parameters": "bright_blue",
-    "step copies": "bright_magenta",
-    "allocator": "bright_black",
-    "context and communication": "red",
-}
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
 # DeepSpeed 0.19.8's TiledFusedLogitsLoss is not named: accumulation and fp16's scale do not reach its gradient of the head.
@@ -364,7 +334,7 @@ CHUNKED_LOSSES = "TRL's chunked loss or Liger's fused_linear_cross_entropy"
 # An MFU above the first is shown with the best that a published run of several GPUs reached (InternLM/xtuner, A100:
 # benchmarks/predict/published.py).
 HIGH_MFU, BEST_MFU = 0.6, 0.78
-BAR = 36  # characters for a device's whole memory
+_SEEN = 0.005  # share of a device's memory; smaller parts are not named
 CARDS = 8  # rows in the table of cards, besides the requested card
 UNPRICED = 12  # names of cards without a price; --json has all
 
@@ -472,25 +442,28 @@ def _show_answer(plan: Plan, out: Console) -> None:
     out.print()
 
 
-def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
+def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
     one, hardware = outlook.prediction, plan.hardware
     sentence = config_sentence(one.candidate, plan.job, hardware)
     yield "fastest" if one.sure else "likeliest", f"{sentence} ({knobs_text(one.candidate)})"
-    low, high = outlook.tokens_interval
     tokens = outlook.tokens_per_second
     each = f", {rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""
-    yield "speed", f"{rate(tokens)} tokens/s ({rate(low)} to {rate(high)}){each}; step {one.step_seconds:.3g} s"
+    between = _between(outlook.by_speed(tokens), rate)
+    yield "speed", f"{rate(tokens)} tokens/s{between}{each}; step {one.step_seconds:.3g} s"
     if outlook.mfu is not None:
         checked = f"; published runs reach up to {BEST_MFU:.0%}" if outlook.mfu > HIGH_MFU else ""
-        yield "MFU", f"{outlook.mfu:.0%}{_between(outlook.mfu_interval, lambda share: f'{share:.0%}')}{checked}"
+        yield (
+            "MFU",
+            f"{outlook.mfu:.0%}{_between(outlook.by_speed(outlook.mfu), lambda share: f'{share:.0%}')}{checked}",
+        )
     low, high = one.peak_interval
     yield (
         "memory a GPU",
         f"{one.peak_bytes / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f}) of {hardware.capacity_bytes / GIB:.1f}"
         + _chance(one),
     )
-    yield "", bar(one, hardware)
-    yield "", _legend(one, hardware)
+    shown = {name: size for name, size in one.memory.items() if size > _SEEN * hardware.capacity_bytes}
+    yield "", ", ".join(f"{name} {size / GIB:.1f}" for name, size in shown.items())
     if hardware.reserve_bytes:
         yield "weight sync", sync_note(outlook.job, one.candidate.stage, hardware.capacity_bytes - one.peak_bytes)
     if one.host_bytes:
@@ -557,20 +530,10 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
 
 
 def _cost(outlook: Outlook) -> str:
-    text = f"{format_hours(outlook.hours)}{_between(outlook.hours_interval, format_hours)}"
+    text = f"{format_hours(outlook.hours)}{_between(outlook.by_time(outlook.hours), format_hours)}"
     if outlook.usd is None or outlook.price is None:
         return f"{text}; no price known"
-    return f"{text}, {format_usd(outlook.usd)}{_between(outlook.usd_interval, format_usd)} at {outlook.price}"
-
-
-def _legend(one: Prediction, hardware: Hardware) -> Text:
-    """Name the parts of a bar that are large enough to be seen, with their GiB."""
-    legend = Text()
-    for name, size in one.memory.items():
-        if size > 0.005 * hardware.capacity_bytes:
-            legend.append("█", style=_COLOURS.get(name, "white"))
-            legend.append(f" {name} {size / GIB:.1f} ")
-    return legend
+    return f"{text}, {format_usd(outlook.usd)}{_between(outlook.by_time(outlook.usd), format_usd)} at {outlook.price}"
 
 
 def limits(one: Prediction) -> str:
@@ -661,19 +624,6 @@ def _tokens(one: Prediction, job: Job) -> str:
     return rate(one.samples_per_second * job.tokens_per_sample)
 
 
-def bar(one: Prediction, hardware: Hardware) -> Text:
-    """Draw a prediction's memory by content, scaled to the device and with any excess marked."""
-    text, drawn, total = Text(), 0, 0.0
-    for name, size in one.memory.items():
-        total += max(0.0, size)
-        upto = min(BAR + 4, round(BAR * total / hardware.capacity_bytes))
-        text.append("█" * max(0, upto - drawn), style=_COLOURS.get(name, "white"))
-        drawn = max(drawn, upto)
-    if drawn < BAR:
-        text.append("·" * (BAR - drawn), style="dim")
-    return text
-
-
 NO_CARD = "no card with a known price would do, in up to 8 machines of 8"
 
 
@@ -701,7 +651,7 @@ def cards_table(plan: Plan) -> PlanTable | None:
 def _card_row(card: CardPlan) -> tuple[str, ...]:
     best = card.best
     assert best is not None
-    usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
+    usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.by_time(best.usd), format_usd)}"
     return (
         card.gpu + "*" * (not is_published(card.gpu)),
         _size(min(filter(None, (card.fewest or card.fewest_offloading, best)), key=lambda one: one.hardware.count)),
@@ -746,11 +696,11 @@ def comparison_table(plans: Sequence[Plan]) -> PlanTable:
         if outlook is None:
             rows.append(((machine, "nothing fits", "", "", "", "", ""), "none"))
             continue
-        low, high = outlook.tokens_interval
+        speed = outlook.tokens_per_second
         cells = (
             machine,
             knobs_text(outlook.prediction.candidate),
-            f"{rate(outlook.tokens_per_second)} ({rate(low)} to {rate(high)})",
+            f"{rate(speed)}{_between(outlook.by_speed(speed), rate)}",
             f"{outlook.mfu:.0%}" if outlook.mfu is not None else "",
             f"{outlook.prediction.peak_bytes / GIB:.1f}",
             format_hours(outlook.hours),
