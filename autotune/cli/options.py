@@ -177,51 +177,6 @@ def examples(*commands: str) -> str:
     return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  autotune {one}" for one in lines)
 
 
-# -- names for shell completion ----------------------------------------------------------------------------------------
-
-
-def _model_names() -> Iterable[str]:
-    from autotune.problem.models import shipped_models
-
-    return shipped_models()
-
-
-def _gpu_names() -> Iterable[str]:
-    from autotune.problem.gpu_specs import gpu_table
-
-    return gpu_table()
-
-
-def _space_names() -> Iterable[str]:
-    from autotune.problem.space import shipped_spaces
-
-    return shipped_spaces()
-
-
-def _study_names() -> Iterable[str]:
-    from autotune.search.storage import DATABASES
-
-    return sorted({path.parent.name for file in DATABASES for path in Path("runs").glob(f"*/{file}")})
-
-
-NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "models": _model_names,
-    "gpus": _gpu_names,
-    "spaces": _space_names,
-    "studies": _study_names,
-}
-
-
-def completer(kind: str) -> Callable[[str], list[str]]:
-    """Return a function that completes names of this kind, the last one after a comma included."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, word = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in NAMES[kind]() if name.startswith(word)]
-
-    return complete
-
-
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
@@ -241,8 +196,6 @@ def _declared(parameter: Parameter, panel: str | None) -> Any:
     if isinstance(parameter.default, str | int) and not isinstance(parameter.default, bool):
         help = f"{help.removesuffix('.')}; default: {parameter.default}."
     shown: dict[str, Any] = {"metavar": parameter.metavar, "help": help}
-    if option.complete:
-        shown["autocompletion"] = completer(option.complete)
     if option.is_argument:
         return typer.Argument(**shown)
     flags = [flag_of(parameter.name)]
@@ -311,6 +264,4 @@ def _with_job_file(command: str, typed: dict[str, Any]) -> tuple[dict[str, Any],
 Json = Annotated[bool, shared("as_json")]
 Storage = Annotated[str | None, shared("storage")]
 Python = Annotated[str | None, shared("python")]
-StudyArgument = Annotated[
-    str, typer.Argument(metavar="STUDY", help="Name of the study, or its folder.", autocompletion=completer("studies"))
-]
+StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study, or its folder.")]

@@ -15,7 +15,6 @@ from autotune.cli.options import (
     Json,
     Storage,
     StudyArgument,
-    completer,
     emit,
     examples,
     load_numpy,
@@ -111,9 +110,7 @@ def export(
 # -- commands for search spaces ----------------------------------------------------------------------------------------
 
 spaces_app = typer.Typer(cls=Group, help="List, show and validate search spaces.")
-SpaceArgument = Annotated[
-    str, typer.Argument(metavar="SPACE", help="Name or file of the space.", autocompletion=completer("spaces"))
-]
+SpaceArgument = Annotated[str, typer.Argument(metavar="SPACE", help="Name or file of the space.")]
 
 
 @spaces_app.command(

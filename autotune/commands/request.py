@@ -150,7 +150,6 @@ class Option:
     in_file: str = ""  # more commands, whose job files have the option
     is_argument: bool = False  # words without a flag
     metavar: str = ""  # value in the help; empty for a switch
-    complete: str = ""  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
     variable: str | None = None  # environment variable that sets the option
     in_python: bool = True  # the Python API has the option
     is_code: bool = False  # names code to run, which a job file does not supply: it must be typed
@@ -203,7 +202,6 @@ class Options(BaseModel):
             Panel.TRAINING,
             first="run plan launch",
             metavar="NAME",
-            complete="models",
             helps={"launch": "Model to plan for. It replaces the study."},
         ),
     ] = None
@@ -368,7 +366,6 @@ class Options(BaseModel):
             "plan",
             first="plan",
             metavar="NAME",
-            complete="gpus",
         ),
     ] = None
     device: Annotated[_Text, Option("auto, cuda or cpu.", Panel.MACHINE, "run launch", metavar="NAME")] = "auto"
@@ -448,7 +445,6 @@ class Options(BaseModel):
             "run plan",
             first="run",
             metavar="NAME|FILE",
-            complete="spaces",
         ),
     ] = None
     study: Annotated[
@@ -460,7 +456,6 @@ class Options(BaseModel):
             in_file="launch",
             first="run",
             metavar="NAME",
-            complete="studies",
         ),
     ] = None
     storage: Annotated[

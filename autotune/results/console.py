@@ -46,7 +46,6 @@ from autotune.results.export import (
     lightnings_own,
     lossy_settings,
     needs_of_loss,
-    over_nodes,
     without_zero_init,
 )
 from autotune.results.tables import WINNER, DataTable, print_line, print_lines
@@ -624,11 +623,8 @@ def train_with(
                 ("config for Trainer", f"autotune export {shlex.quote(study)} --format hf"),
             )
         )
-    path, per_node = str(config.resolve()), job.ranks // nodes
-    words, each = training_command(job.script, winner, per_node, path), False
-    if nodes > 1:
-        words, each = over_nodes(words, nodes, per_node, hostfile)
-    words = launch_command(words, python)
+    per_node = job.ranks // nodes
+    words = launch_command(training_command(job.script, winner, per_node, str(config.resolve())), python)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, winner, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     options = [options_to_type(job.script, dataclasses.replace(job.script, flags=(), ds_config=None))]
@@ -639,8 +635,6 @@ def train_with(
     typed = shlex.join(masked_words(typed_words(job.script)))
     watched = " ".join(["autotune launch", shlex.quote(study), *filter(None, options), "--", typed])
     otherwise, hints = "or without autotune", [NOTE] if MASK in plain + watched else []
-    if each:
-        otherwise += ", on every node"
     if not command_names_config(job.script):
         otherwise = f"or put {config} where the script has its own config, and train with"
     if under_lightning(job.script) and not job.script.holds_batch and not command_sets_all(job.script):
@@ -667,7 +661,10 @@ def train_with(
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
     if half := wrong_batch_warning(job.script, winner):
         hints += [f"  {half}"]
-    return HowToTrain((("train with", watched), (otherwise, plain)), tuple(hints))
+    commands = [("train with", watched)]
+    if nodes == 1:
+        commands.append((otherwise, plain))
+    return HowToTrain(tuple(commands), tuple(hints))
 
 
 def sync_note(job: Job, stage: int, free_bytes: float) -> str:

@@ -37,7 +37,6 @@ from autotune.results.output_files import check_out, secrets_note, sibling_path
 from autotune.script.argument_files import argument_names, own_files
 from autotune.script.argument_writer import winners_files
 from autotune.script.carriers import carrier_of
-from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import other_batch
 from autotune.script.script import command, command_names_config, command_sets_all, read_variables, training_command
 from autotune.search.certificate import certificate_lines
@@ -45,7 +44,6 @@ from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import VERIFY, Record, resumed_peak_bytes
-from autotune.util.bounds import bounded_bytes
 from autotune.util.files import cannot_write, remove_file, write_atomically
 from autotune.util.streams import printable
 from autotune.workers.jit_ops import FOLDER
@@ -641,51 +639,7 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         raise cannot_write(out, error, "name another file; the study keeps the winner: `autotune export`") from None
 
 
-# -- launchers on several nodes ----------------------------------------------------------------------------------------
-#
-# Commands that start a training over several nodes, through launchers and Slurm.
-
-PORT = 29500  # torchrun's default (torch/distributed/run.py)
-
-
-def first_host(hostfile: Path | None) -> str:
-    """Return the host for the rendezvous, without ssh's user name.
-
-    The host is the first in the hostfile that `run` wrote next to its study.
-    """
-    lines = (
-        bounded_bytes(hostfile).decode(errors="replace").split() if hostfile is not None and hostfile.is_file() else []
-    )
-    return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
-
-
-def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path | None) -> tuple[list[str], bool]:
-    """Convert a command for one machine with `per_node` ranks to one of `nodes` machines.
-
-    Also return True if each machine must start it.
-
-    Args:
-        words: see `script.script.training_command`.
-        hostfile: DeepSpeed's launcher reads it, and starts the other machines itself.
-    """
-    line = take_apart(words)
-    head, port = list(line.launcher[: line.head]), str(PORT)
-    if line.kind == TORCHRUN:
-        meet = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "autotune"]
-        host = first_host(hostfile)
-        meet += ["--rdzv-endpoint", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
-        launcher = [*head, *meet, *options_without(line, "--standalone")]
-    elif line.kind == DEEPSPEED:
-        meet = ["--hostfile", str(hostfile or "HOSTFILE"), "--num_gpus", str(per_node)]
-        launcher = [*head, *meet, *options_without(line, "--num_gpus", "--include")]
-    elif line.kind == ACCELERATE:
-        meet = ["--num_processes", str(nodes * per_node), "--num_machines", str(nodes)]
-        meet += ["--machine_rank", "RANK_OF_THIS_NODE", "--main_process_ip", first_host(hostfile)]
-        meet += ["--main_process_port", port, "--deepspeed_multinode_launcher", "standard"]
-        launcher = [*head, *meet, *options_without(line, "--num_processes", "--num_machines")]
-    else:
-        return list(words), True
-    return launcher_command(line, launcher, line.target), line.kind != DEEPSPEED
+# -- Slurm ---------------------------------------------------------------------------------------------------------------
 
 
 def sbatch_script(

@@ -155,13 +155,6 @@ def with_options(line: CommandLine, wanted: Mapping[str, str]) -> list[str]:
     return [*words, *(word for option in left.items() for word in option)]
 
 
-def options_without(line: CommandLine, *names: str) -> list[str]:
-    """Return the words of the launcher's options except those named, which are written like `--nproc-per-node`."""
-    left_out = {_canonical(line.kind, name) for name in names}
-    options = _walk(line.kind, line.launcher, line.head)
-    return [word for key, at, end in options if key not in left_out for word in line.launcher[at:end]]
-
-
 def _walk(kind: str, words: Sequence[str], at: int = 0) -> Iterator[tuple[str, int, int]]:
     """Yield each of a launcher's options: its name, the index of its first word, and the index after its last word."""
     while at < len(words) and words[at].startswith("-") and words[at] != "--":

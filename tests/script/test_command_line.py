@@ -12,7 +12,6 @@ from autotune.script.command_line import (
     DEEPSPEED,
     TORCHRUN,
     launcher_command,
-    options_without,
     take_apart,
     with_options,
 )
@@ -187,18 +186,6 @@ def test_the_installed_launchers_have_these_options(kind: str, monkeypatch: pyte
     without, valued = _switches(make())
     assert without - _SWITCHES[kind] == set(), "takes no value, and would be thought to"
     assert valued & _SWITCHES[kind] == set(), "takes a value, and would be thought not to"
-
-
-@pytest.mark.parametrize(
-    ("typed", "names", "left"),
-    [
-        ("torchrun --nproc-per-node 2 --standalone --tee 3 train.py", ("--nproc-per-node",), "--standalone --tee 3"),
-        ("accelerate launch --multi_gpu --num_processes 2 t.py", ("--num-processes",), "--multi_gpu"),
-        ("torchrun --tee 3 train.py", (), "--tee 3"),
-    ],
-)
-def test_a_launchers_options_without_some(typed: str, names: tuple[str, ...], left: str) -> None:
-    assert options_without(take_apart(typed.split()), *names) == left.split()
 
 
 def test_a_hostfile_of_one_host_is_this_machine(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import datetime
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -12,7 +11,6 @@ from autotune.errors import UserError
 from autotune.executors.cluster.agent import addresses
 from autotune.executors.cluster.cluster import rendezvous_network
 from autotune.rank.base import Rendezvous
-from autotune.results.export import over_nodes
 from tests.executors.cluster.test_cluster_compare import ADMIN, at
 
 LO6 = ("lo", "::1", 128)
@@ -96,9 +94,3 @@ def test_ranks_meet_at_such_an_address() -> None:
     opened = first.store(torch, minute)
     opened.set("said", "hello")
     assert Rendezvous(1, 2, host="::1", port=port, token="t").store(torch, minute).get("said") == b"hello"
-
-
-def test_such_an_address_and_a_port_in_a_command(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("fd00::1 slots=8\nfd00::2 slots=8\n")
-    words, _ = over_nodes(["torchrun", "--nproc-per-node", "8", "train.py"], 2, 8, tmp_path / "hostfile")
-    assert words[words.index("--rdzv-endpoint") + 1] == "[fd00::1]:29500"
