@@ -215,11 +215,6 @@ def a_script(value: Value, c: RequirementInputs) -> str:
     return "" if c.job.script is not None else "needs a training script: a named model has fixed steps and batches"
 
 
-def mics_init(value: Value, c: RequirementInputs) -> str:
-    """Require a model that is built under deepspeed.zero.MiCS_Init."""
-    return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
-
-
 def its_package(value: Value, c: RequirementInputs) -> str:
     """Require the package of an attention or a loss or adapters."""
     package = missing_package(value, c.job.interpreter)
@@ -272,7 +267,7 @@ def loss_possible(value: Value, c: RequirementInputs) -> str:
 
 
 # Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.
-FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon, unquantized_for_muon)
+FATAL: tuple[Need, ...] = (cuda, adam, whole_if_quantized, unscattered_for_muon, unquantized_for_muon)
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 
 
@@ -281,7 +276,7 @@ OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 # Table of all knobs: place in the DeepSpeed config, values, when DeepSpeed reads each, its needs, and effects on
 # arithmetic.
 #
-# Source: the config classes of deepspeed 0.19.8 (docs/deepspeed-facts.md lists the places). `since` and `until` are
+# Source: the config classes of deepspeed 0.19.8 (docs/deepspeed-facts.md lists the places). `since` is
 # from its repository's tags, beginning with 0.16.0.
 
 Knobs = Mapping[str, Value]
@@ -379,7 +374,6 @@ class Knob:
     op: str = ""  # builder of the DeepSpeed JIT op that any value except `off` loads; empty: none, or as the optimizer decides
     lossy: str = ""  # effect on arithmetic; empty: none
     since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do
-    until: Release = ()  # last DeepSpeed that knows it
     short: str = ""  # name in tables and logs
     trainer: str = ""  # name in transformers' TrainingArguments; empty: they have none
     in_code: str = ""  # how a training's own code has any value except `off`, as an order
@@ -499,8 +493,6 @@ _ZERO: dict[str, Knob] = {
     "stage3_allgather_sequential": _stage3(bool, off=False, needs=(several_ranks,), since=(0, 18, 5)),
     "memory_efficient_linear": _stage3(bool),
     "zero_hpz_partition_size": _stage3(off=1, needs=(several_nodes,), short="hpz"),
-    "mics_shard_size": _stage3(low=-1, off=-1, needs=(mics_init,), until=(0, 19, 6), short="mics"),
-    "mics_hierarchical_params_gather": _stage3(bool, off=False, needs=(mics_init,), until=(0, 19, 6)),
     "zero_quantized_weights": _stage3(
         bool,
         off=False,
@@ -688,7 +680,6 @@ def facts(knob: Knob) -> dict[str, str]:
         "changes nothing at": "" if knob.off is None else str(knob.off).lower(),
         "needs": ", ".join(map(requirement_text, knob.needs)),
         "since deepspeed": dotted(knob.since),
-        "until deepspeed": dotted(knob.until),
         "changes what is computed": knob.lossy,
         "in the config": knob.path or "nowhere: it is of the model or the environment",
     }

@@ -620,12 +620,9 @@ def unmet(name: str, value: Value, around: RequirementInputs) -> str:
 
 def _unknown(name: str, deepspeed: Release) -> str:
     """Return why a DeepSpeed does not know the knob, and which versions do; empty if it knows it."""
-    knob = KNOBS[name]
-    own, since, until = map(dotted, (deepspeed, knob.since, knob.until))
-    if deepspeed < knob.since:
-        return f"is not known to deepspeed {own}: {since} or newer knows it"
-    if knob.until and deepspeed > knob.until:
-        return f"is not known to deepspeed {own} any more: {until} was the last that knew it"
+    since = KNOBS[name].since
+    if deepspeed < since:
+        return f"is not known to deepspeed {dotted(deepspeed)}: {dotted(since)} or newer knows it"
     return ""
 
 

@@ -175,7 +175,7 @@ def knobs_page() -> str:
     for name, knob in KNOBS.items():
         told = facts(knob)
         where = "" if knob.path == name else f"`{knob.path}`" if knob.path else "the model's or the environment's"
-        releases = [f"{word} {told[f'{word} deepspeed']}" for word in ("since", "until") if f"{word} deepspeed" in told]
+        releases = [f"since {told['since deepspeed']}"] if "since deepspeed" in told else []
         changes = f"**changes what is computed**: {knob.lossy}" if knob.lossy else ""
         needs = "; ".join(filter(None, [told.get("needs", ""), *releases, changes]))
         rows.append(

@@ -23,7 +23,7 @@ ZERO = "zero_optimization."
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 8}}, []),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, [ZERO + "zenflow"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, [ZERO + "zero_quantized_weights"]),
-        ({"zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1}}, []),
+        ({"zero_optimization": {"zero_quantized_weights": False}}, []),
         (
             {"zero_optimization": {"mics_shard_size": 4, "of_tomorrow": "yes"}},
             [ZERO + "mics_shard_size", ZERO + "of_tomorrow"],

@@ -77,11 +77,6 @@ def test_an_optimizer_of_one_place_stays_there(kind: str, none: bool, cpu: bool)
         assert not any((place("none", free), place("cpu", free), sharded(0, free)))
 
 
-def test_nobody_makes_a_model_under_mics_init() -> None:
-    said = "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
-    assert knobs.mics_init(4, around(NODES)) == said
-
-
 @pytest.mark.parametrize(("value", "divides"), [(1, True), (3, False), (4, True), (8, False)])
 def test_a_second_partition_divides_a_nodes_ranks(value: int, divides: bool) -> None:
     said = "" if divides else "has to divide the 4 ranks of a node"

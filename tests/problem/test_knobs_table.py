@@ -72,8 +72,7 @@ def test_every_knob_is_in_the_table_under_its_path_with_what_it_was_given(made: 
     everywhere = {name for name, knob in made.KNOBS.items() if knob.read.where == "everywhere"}
     own = {name for name, knob in made.KNOBS.items() if knob.path is None}
     assert everywhere == own | {*BATCH, "zero_stage", "communication_data_type"}
-    mics, gather = made.KNOBS[ZERO + "mics_shard_size"], made.KNOBS[ZERO + "stage3_allgather_sequential"]
-    assert (mics.kind, mics.off, mics.low, mics.until, mics.short) == (int, -1, -1, (0, 19, 6), "mics")
+    gather = made.KNOBS[ZERO + "stage3_allgather_sequential"]
     assert (gather.kind, gather.off, gather.since) == (bool, False, (0, 18, 5))
 
 
