@@ -37,17 +37,10 @@ from autotune.problem.candidate import (
     job_with_candidate,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, under_lightning, weights_bytes
+from autotune.problem.job import Job, weights_bytes
 from autotune.problem.knobs import LEVERS
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
-from autotune.results.export import (
-    checkpointing_changes,
-    environment_of,
-    lightnings_own,
-    lossy_settings,
-    needs_of_loss,
-    without_zero_init,
-)
+from autotune.results.export import code_changes, environment_of, lossy_settings, needs_of_loss
 from autotune.results.tables import WINNER, DataTable, print_line, print_lines
 from autotune.script.command_line import framework_of
 from autotune.script.environment import secrets_of
@@ -56,7 +49,6 @@ from autotune.script.recorded import options_to_type
 from autotune.script.script import (
     carries_knob,
     command_names_config,
-    command_sets_all,
     training_command,
     typed_words,
     variables_for,
@@ -583,7 +575,7 @@ class HowToTrain:
     def lines(self, most: int | None = None) -> list[str]:
         """Return the commands, at most so many, and the hints as lines of text."""
         commands = [Command(f"  {name}: {text}") for name, text in self.commands[:most]]
-        return [*commands, *(f"  {line}" for line in self.hints)]
+        return [*commands, *(f"    {line}" for line in self.hints)]
 
 
 def how_to_train(store: StudyStore, winner: Candidate, config: Path | None = None) -> HowToTrain:
@@ -637,30 +629,26 @@ def train_with(
     otherwise, hints = "or without autotune", [NOTE] if MASK in plain + watched else []
     if not command_names_config(job.script):
         otherwise = f"or put {config} where the script has its own config, and train with"
-    if under_lightning(job.script) and not job.script.holds_batch and not command_sets_all(job.script):
-        hints += [f"  {lightnings_own(winner)}"]
     carried = job.profile.checkpointed or carries_knob(job.script, CHECKPOINTING)
-    hints += [f"  {line}" for line in checkpointing_changes(winner, job, carried=carried)]
+    hints += code_changes(winner, job, carried=carried)
     carriers = [knob for knob in (*RUNG_KNOBS, *LEVERS) if not carries_knob(job.script, knob)]
     left = [(KNOBS[knob], value) for knob, value in winner.passed_knobs(job.script) if knob in carriers]
     if job.profile.through_arguments and left:
         named = ", ".join(f"{one.trainer}={value}" for one, value in left)
-        hints += [f"  with {named} in its TrainingArguments, which the config does not set"]
+        hints += [f"with {named} in its TrainingArguments, which the config does not set"]
     elif not job.profile.through_arguments:
-        hints += [f"  {one.in_code}, as `autotune launch` does: it was measured so" for one, _ in left if one.in_code]
-    if whole := without_zero_init(winner, job):
-        hints += [f"  {whole}"]
+        hints += [f"{one.in_code}, as `autotune launch` does: it was measured so" for one, _ in left if one.in_code]
     if secrets := secrets_of(job.profile.environment):
-        hints += [f"  it reads {', '.join(secrets)}: set your own"]
+        hints += [f"it reads {', '.join(secrets)}: set your own"]
     started = job.profile.relaunched
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
-        hints += [f"  it starts its own ranks: have it start {per_node}"]
+        hints += [f"it starts its own ranks: have it start {per_node}"]
     loads = job.profile.loader_prepared and not job.script.holds_batch
     if loads and not carries_knob(job.script, MICRO_BATCH):
         size = winner.micro_batch * (job.ranks if job.profile.loader_split else 1)
-        hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
+        hints += [f"with batch_size={size} in its data loader, which no config reaches"]
     if half := wrong_batch_warning(job.script, winner):
-        hints += [f"  {half}"]
+        hints.append(half)
     commands = [("train with", watched)]
     if nodes == 1:
         commands.append((otherwise, plain))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -223,11 +223,6 @@ def fsdp_notes(candidate: Candidate, job: Job) -> list[str]:
 # Changes that a training needs besides the DeepSpeed config.
 
 
-def lightnings_own(candidate: Candidate) -> str:
-    """Describe the setting that Lightning does not read from any config."""
-    return f"with accumulate_grad_batches={candidate.accumulation} in its Trainer, which takes it from no config"
-
-
 _MEASURED_WITH = "it was measured with activation checkpointing"
 WITH_CHECKPOINTING = (
     "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
@@ -235,67 +230,40 @@ WITH_CHECKPOINTING = (
 )
 
 
-def with_checkpointing(job: Job) -> str:
-    """Describe how to switch activation checkpointing on, if no argument does."""
-    call = job.profile.checkpointing_call
-    return f"have model.{call} in your script's code: {_MEASURED_WITH}" if call else WITH_CHECKPOINTING
-
-
-def checkpointed_layers(candidate: Candidate) -> str:
-    """Describe how to checkpoint a share of the layers alone, which no argument does; empty if all or none are."""
-    share = candidate.checkpointed_share
-    if share in (0, 1):
-        return ""
-    return (
-        f"then keep it in the first {share:.0%} of the layers alone (`autotune launch` does this itself): "
-        "from transformers.modeling_layers import GradientCheckpointingLayer; "
-        "layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]; "
-        f"[setattr(m, 'gradient_checkpointing', False) for m in layers[round({share:g} * len(layers)):]] "
-        "(Trainer: in a callback's on_train_begin)"
-    )
-
-
-def without_checkpointing(candidate: Candidate, job: Job) -> str:
-    """Describe how to remove activation checkpointing from the script's code.
-
-    Return an empty text if the candidate has checkpointing, or if the typed command switches it on and the winner's off.
-    """
-    if job.script is None or not job.profile.checkpointed or candidate.get(CHECKPOINTING) is not False:
-        return ""
-    if carrier_of(job.script, CHECKPOINTING).place in argument_names(job.script.argv):
-        return ""
-    if call := job.profile.checkpointing_call:
-        return f"where your script's code itself has model.{call}, take it out: it was measured without activation checkpointing"
-    return (
-        "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's prepare_model_for_kbit_training "
-        "without use_gradient_checkpointing=False, take it out (Trainer: gradient_checkpointing=False): it was measured without "
-        "activation checkpointing"
-    )
-
-
-def checkpointing_changes(candidate: Candidate, job: Job, *, carried: bool = False) -> list[str]:
-    """Return the changes of activation checkpointing that a training's code needs.
+def code_changes(candidate: Candidate, job: Job, *, carried: bool = False) -> Iterator[str]:
+    """Yield the changes that the code of a training needs, one per line.
 
     Args:
-        carried: the script's command or code switches it on.
+        carried: the script's command or code switches activation checkpointing on.
     """
-    if not candidate.checkpointing:
-        return [*filter(None, [without_checkpointing(candidate, job)])]
-    switch = "" if carried else with_checkpointing(job)
-    return [*filter(None, [switch, checkpointed_layers(candidate)])]
-
-
-def without_zero_init(candidate: Candidate, job: Job) -> str:
-    """Describe how to remove deepspeed.zero.Init from the script's code.
-
-    Return an empty text unless the candidate's stage trains whole models.
-    """
-    if not job.profile.zero_init or candidate.stage == 3:
-        return ""
-    return (
-        "take deepspeed.zero.Init out of your script's code, or give it enabled=False: below stage 3 no engine trains a model "
-        "that is made under it, and it was measured without"
-    )
+    own, call, share = job.script, job.profile.checkpointing_call, candidate.checkpointed_share
+    if own is not None and under_lightning(own) and not command_sets_all(own) and not own.holds_batch:
+        yield f"with accumulate_grad_batches={candidate.accumulation} in its Trainer, which takes it from no config"
+    if candidate.checkpointing and not carried:
+        yield f"have model.{call} in your script's code: {_MEASURED_WITH}" if call else WITH_CHECKPOINTING
+    if 0 < share < 1:  # no argument has a share
+        yield (
+            f"then keep it in the first {share:.0%} of the layers alone (`autotune launch` does this itself): "
+            "from transformers.modeling_layers import GradientCheckpointingLayer; "
+            "layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]; "
+            f"[setattr(m, 'gradient_checkpointing', False) for m in layers[round({share:g} * len(layers)):]] "
+            "(Trainer: in a callback's on_train_begin)"
+        )
+    if own is not None and job.profile.checkpointed and candidate.get(CHECKPOINTING) is False:
+        if carrier_of(own, CHECKPOINTING).place not in argument_names(own.argv):  # the winner's command turns it off
+            what = f"where your script's code itself has model.{call}"
+            if not call:
+                what = (
+                    "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's "
+                    "prepare_model_for_kbit_training without use_gradient_checkpointing=False, or sets Trainer's "
+                    "gradient_checkpointing"
+                )
+            yield f"{what}, take it out: it was measured without activation checkpointing"
+    if job.profile.zero_init and candidate.stage < 3:
+        yield (
+            "take deepspeed.zero.Init out of your script's code, or give it enabled=False: below stage 3 no engine trains a "
+            "model that is made under it, and it was measured without"
+        )
 
 
 def training_changes(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
@@ -307,14 +275,8 @@ def training_changes(candidate: Candidate, job: Job, variables: Mapping[str, str
     lines = [_started_with(variables)]
     if other := other_batch(candidate, job):
         lines.append(other)
-    own = job.script
-    if own is not None and under_lightning(own) and not command_sets_all(own) and not own.holds_batch:
-        lines.append(lightnings_own(candidate))
-    lines += checkpointing_changes(candidate, job)
-    if whole := without_zero_init(candidate, job):
-        lines.append(whole)
-    lines += needs_of_model(candidate, job)
-    transformers, named = job.interpreter.version("transformers"), own is None and job.workload is None
+    lines += [*code_changes(candidate, job), *needs_of_model(candidate, job)]
+    transformers, named = job.interpreter.version("transformers"), job.script is None and job.workload is None
     if named and candidate.stage == 3 and job.ranks > 1 and has_expert_modules(job.model.config, transformers):
         lines.append(
             f"call deepspeed.utils.set_z3_leaf_modules(model, [the class of the MoE block]) before deepspeed.initialize: it was "

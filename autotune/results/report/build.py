@@ -147,7 +147,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
     exported = json.dumps(masked_data(winner.candidate.ds_config(job)), indent=2)
     how = how_to_train(store, winner.candidate)
     variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
-    hints = [*(hint.strip() for hint in how.hints), *training_changes(winner.candidate, job, variables)]
+    hints = [*how.hints, *training_changes(winner.candidate, job, variables)]
     return WinnerSummary(
         winner=_trial(winner, facts, hardware),
         own=own,
