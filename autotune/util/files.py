@@ -22,7 +22,6 @@ from autotune.masking import masked_values
 _LONGEST_BASE_BYTES = 107 - 40
 # Errors of a disk or a file system that fails for any file, not errors of a name or a permission.
 _FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
-_HELD = "held"  # the locked file in a folder of sockets
 
 
 def shipped_json(name: str) -> Any:
@@ -117,66 +116,59 @@ def _sync_folder(folder: Path) -> None:
 
 
 class SocketFolder:
-    """New temporary folder in which a Unix socket can be bound and a file locked.
+    """New temporary folder in which a Unix socket can be bound, locked as long as this process lives.
 
     A TMPDIR whose path is too long, as on many batch systems, is skipped. So are file systems that refuse sockets or locks (some
-    FUSE, Lustre without `flock`). Creating a folder also removes those of killed processes.
+    FUSE, Lustre without `flock`). Creating a folder also removes those of killed processes. The lock also keeps
+    systemd-tmpfiles from removing old entries: tmpfiles.d(5).
 
     Args:
-        prefix: start of its name; folders with one prefix have one kind of owner.
+        prefix: start of its name, which no other folder has.
 
     Raises:
-        OSError: no temporary folder can be written to.
+        OSError: no temporary folder takes sockets and locks.
     """
 
     def __init__(self, prefix: str) -> None:
-        usual = tempfile.gettempdir()
-        bases = [base for base in (usual, "/tmp", "/var/tmp") if len(os.fsencode(base)) <= _LONGEST_BASE_BYTES]
-        for base in bases:
-            with suppress(OSError):
-                self._make(prefix, base)
-                return
-        self._make(prefix, usual, strict=False)  # a missing feature is reported by the code that needs it
+        for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+            if len(os.fsencode(base)) <= _LONGEST_BASE_BYTES:
+                with suppress(OSError):
+                    self._make(prefix, base)
+                    return
+        raise OSError(errno.ENOTSUP, "No temporary folder takes sockets and locks")
 
-    def _make(self, prefix: str, base: str, strict: bool = True) -> None:
-        """Create the folder in a temporary folder. `strict`: raise and leave nothing if sockets or locks are refused."""
-        for left in Path(base).glob(f"{prefix}*/{_HELD}"):
-            with suppress(OSError):
-                _remove_if_left(left)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        self._held = os.open(self.path / "new", os.O_CREAT | os.O_RDWR)  # locked as long as this process lives
-        # systemd-tmpfiles removes entries older than ten days from /tmp, except folders that are locked themselves:
-        # tmpfiles.d(5).
-        self._kept = os.open(self.path, os.O_RDONLY)
-        with suppress(OSError):
-            fcntl.flock(self._kept, fcntl.LOCK_SH)
+    def _make(self, prefix: str, base: str) -> None:
+        for left in Path(base).glob(f"{prefix}*"):
+            with suppress(OSError):  # its owner lives
+                os.close(_lock_folder(left))
+                shutil.rmtree(left, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=base))
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX)
-            os.rename(self.path / "new", self.path / _HELD)  # a file with this name is always locked by its owner
-            _try_socket(self.path / "try")
+            with socket.socket(socket.AF_UNIX) as tried:
+                tried.bind(str(made / "try"))
+            (made / "try").unlink()
+            self._held = _lock_folder(made)
         except OSError:
-            if strict:
-                self.close()
-                raise
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+        self.path = made.rename(made.with_name(made.name.removeprefix(".")))  # a folder with this name is locked
 
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
-        os.close(self._kept)
 
 
-def _try_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as tried:
-        tried.bind(str(path))
-    path.unlink()
+def _lock_folder(folder: Path) -> int:
+    """Return a descriptor that locks a folder.
 
-
-def _remove_if_left(held: Path) -> None:
-    """Remove the folder of a process that has ended."""
-    descriptor = os.open(held, os.O_RDWR)
+    Raises:
+        OSError: it is locked, or cannot be locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(held.parent, ignore_errors=True)
-    finally:
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor

@@ -141,7 +141,7 @@ class LocalWorkers:
     ) -> None:
         self._launcher, self._meter, self._print_line, self._node = launcher, meter, print_line, node
         self._any_meter = meter or make_meter(hardware)
-        self._folder = SocketFolder("autotune-")  # sockets and stores; a study may be on NFS
+        self._folder = SocketFolder("autotune-ranks-")  # sockets and stores; a study may be on NFS
         self.home = self._folder.path
         self.numbers: Sequence[int] = ()
         self.pids: list[int] = []

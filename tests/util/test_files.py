@@ -83,7 +83,7 @@ def test_a_socket_can_be_bound_however_long_the_temporary_folder(
     long = tmp_path / ("x" * characters)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    folder = SocketFolder("autotune-")
+    folder = SocketFolder("test-sockets-")
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder.path / "home.sock"))
@@ -95,7 +95,7 @@ def test_a_socket_can_be_bound_however_long_the_temporary_folder(
 
 def test_the_folder_is_locked_against_the_removal_of_old_files() -> None:
     """systemd-tmpfiles takes this lock of each folder that it looks into, and leaves those alone of which it has it not."""
-    folder = SocketFolder("autotune-")
+    folder = SocketFolder("test-sockets-")
     cleaner = os.open(folder.path, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +137,7 @@ def test_a_temporary_folder_that_lacks_what_ranks_need_is_passed_over(
         monkeypatch.setattr(fcntl, "flock", no_locks)
     else:
         monkeypatch.setattr(tempfile, "mkdtemp", no_rights)
-    folder = SocketFolder("autotune-")
+    folder = SocketFolder("test-sockets-")
     try:
         assert str(folder.path.parent) in ("/tmp", "/var/tmp")
         assert not list(base.iterdir()), "nothing is left in the other"
@@ -145,21 +145,6 @@ def test_a_temporary_folder_that_lacks_what_ranks_need_is_passed_over(
             listener.bind(str(folder.path / "home.sock"))
     finally:
         folder.close()
-
-
-def test_a_machine_without_any_locks_has_a_folder_all_the_same(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    base = tmp_path_factory.mktemp("base")
-    monkeypatch.setattr(tempfile, "tempdir", str(base))
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    folder = SocketFolder("autotune-")
-    assert folder.path.parent == base
-    folder.close()
-    assert not list(base.iterdir())
 
 
 def test_what_a_killed_process_left_goes_with_the_next(
