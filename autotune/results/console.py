@@ -762,27 +762,27 @@ def _open_changes(
         too_large: configs that ran out of memory or exceeded the ceiling.
         has_activations: memory ran out while activations were held, so that fewer of them help.
     """
-
-    def is_open(**changes: Value) -> bool:
-        changed = candidate.but(**changes)
-        return not any(
+    changes: dict[str, dict[str, Value]] = {}
+    if has_activations:
+        changes[f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}"] = {
+            MICRO_BATCH: max(1, candidate.micro_batch // 2)
+        }
+        changes["activation checkpointing on"] = {CHECKPOINTING: True}
+    changes |= {f"ZeRO stage {candidate.stage} -> {one}": {"zero_stage": one} for one in range(candidate.stage + 1, 4)}
+    if on_gpu:
+        changes["optimizer offload to CPU"] = {"offload_optimizer": "cpu"}
+        changes["parameter offload to CPU"] = {"offload_param": "cpu"}
+    found = []
+    for text, knobs in changes.items():
+        changed = candidate.but(**knobs)
+        refuted = any(
             one.stage == changed.stage
             and one.micro_batch <= changed.micro_batch
             and one.checkpointing >= changed.checkpointing
             and (not on_gpu or {*one.offloaded} >= {*changed.offloaded})
             for one in too_large
         )
-
-    found = []
-    if has_activations and candidate.micro_batch > 1 and is_open(**{MICRO_BATCH: candidate.micro_batch // 2}):
-        found.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
-    if has_activations and not candidate.checkpointing and is_open(**{CHECKPOINTING: True}):
-        found.append("activation checkpointing on")
-    if stage := next((one for one in range(candidate.stage + 1, 4) if is_open(zero_stage=one)), None):
-        found.append(f"ZeRO stage {candidate.stage} -> {stage}")
-    if on_gpu and candidate.offload_optimizer == "none" and is_open(offload_optimizer="cpu"):
-        found.append("optimizer offload to CPU")
-    elif on_gpu and candidate.stage == 3 and candidate.offload_param == "none" and is_open(offload_param="cpu"):
-        found.append("parameter offload to CPU")
+        if changed != candidate and not refuted:
+            found.append(text)
     found += ["shorter sequences"] * has_activations
     return [*found, "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]

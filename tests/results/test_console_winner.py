@@ -222,14 +222,16 @@ def test_only_changes_that_no_trial_refuted_are_advised() -> None:
 
     closest, second, third = (make_candidate(stage, 2) for stage in (1, 2, 3))
     first = changes("cuda", Phase.BACKWARD, closest)
-    assert "try: micro-batch 2 -> 1; activation checkpointing on; ZeRO stage 1 -> 2; optimizer offload to CPU" in first
+    assert (
+        "try: micro-batch 2 -> 1; activation checkpointing on; ZeRO stage 1 -> 2; ZeRO stage 1 -> 3; optimizer" in first
+    )
     assert "ZeRO stage 1 -> 3" in changes("cuda", Phase.BACKWARD, closest, second)
     assert "ZeRO stage" not in changes("cuda", Phase.BACKWARD, closest, second, third)
     thrifty = make_candidate(1, 1, activation_checkpointing=True)
-    assert "try: ZeRO stage 1 -> 2; optimizer offload" in changes("cuda", Phase.BACKWARD, closest, thrifty)
+    assert "try: ZeRO stage 1 -> 2; ZeRO stage 1 -> 3; opt" in changes("cuda", Phase.BACKWARD, closest, thrifty)
     assert "offload" not in changes("cpu", Phase.BACKWARD, closest), "a CPU rank keeps what it offloads"
     in_step = changes("cuda", Phase.STEP, closest)
-    assert "try: ZeRO stage 1 -> 2; optimizer offload" in in_step, "no activations are held"
+    assert "try: ZeRO stage 1 -> 2; ZeRO stage 1 -> 3; optimizer offload" in in_step, "no activations are held"
     assert "--seq-len" not in in_step
 
 
