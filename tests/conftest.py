@@ -431,8 +431,9 @@ class Bench:
 
     def reset(self) -> None:
         """As the first test finds it."""
-        self.fault = None
+        self.fault, self.phases = None, list[str]()
         executor = self.executor
+        executor.on_phase = self.phases.append
         executor.job = make_job()
         executor.hardware = capped_ranks(2000)
         executor.deadlines = Deadlines(start=60, init=60, step=60)

@@ -354,8 +354,8 @@ class LocalSession:
         if any(result.get("repeats_seeds") for result in self._results):
             self.facts["repeats_seeds"] = True
         hardware = self._executor.hardware
-        seen = (self._results, group.peaks(), group.seconds_by_phase())
-        measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
+        about: dict[str, Any] = {"candidate": candidate, "job": self._job, "hardware": hardware, "facts": self.facts}
+        measurement = measurement_of(self._results, group.peaks(), **about)
         peak_bytes = max(measurement.peak_bytes, self._peak_bytes_outside_steps)
         measurement = dataclasses.replace(measurement, peak_bytes=peak_bytes)
         trace = TrainingTrace.merged([one.get("trace") for one in self._results])
@@ -472,13 +472,10 @@ class LocalSession:
 
 # -- measurement -------------------------------------------------------------------------------------------------------
 
-_MEASURE = "measure"  # seconds of a whole measurement, as ranks report no phases of their steps while they are measured
-
 
 def measurement_of(
     results: list[Message],
     peaks: MemoryPeaks,
-    phase_seconds: dict[str, float],
     *,
     candidate: Candidate,
     job: Job,
@@ -511,8 +508,6 @@ def measurement_of(
         samples_per_second=trained / pace.seconds,
         tokens_per_second=tokens / pace.seconds,
         peak_bytes=max(shown, *inside),
-        micro_step_seconds=leading.get("micro_seconds"),
-        boundary_seconds=leading.get("boundary_seconds"),
         extrapolated=bool(leading.get("extrapolated")),
         torch_allocated_bytes=max_reported(results, "allocated_bytes"),
         torch_reserved_bytes=max_reported(results, "reserved_bytes"),
@@ -523,9 +518,6 @@ def measurement_of(
         pinned_bytes=max_reported(results, "pinned_bytes"),
         model_tflops_per_gpu=tflops,
         mfu=mfu,
-        phase_seconds={
-            _MEASURE if phase == Phase.FORWARD else phase: round(s, 4) for phase, s in phase_seconds.items()
-        },
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -107,8 +107,6 @@ class Measurement:
     # bytes, comparable to capacity: on CUDA the maximum of the process sizes that NVML shows and the ranks' own figures,
     # on CPU bytes of RLIMIT_DATA
     peak_bytes: int
-    micro_step_seconds: float | None = None  # s; forward and backward, except at the accumulation boundary
-    boundary_seconds: float | None = None  # s; forward, backward, reduction and optimizer step at the boundary
     extrapolated: bool = False  # computed from micro-steps and boundary steps of a shortened accumulation
     torch_allocated_bytes: int | None = None
     torch_reserved_bytes: int | None = None
@@ -118,15 +116,11 @@ class Measurement:
     pinned_bytes: int | None = None
     model_tflops_per_gpu: float | None = None
     mfu: float | None = None
-    phase_seconds: dict[str, float] = field(default_factory=dict)
     overhead_bytes: int | None = None  # bytes of a GPU outside torch's allocator: context, NCCL, kernels
 
     def per_gpu(self, ranks: int) -> tuple[float, float]:
         """Return samples and tokens per second of one rank."""
         return self.samples_per_second / ranks, self.tokens_per_second / ranks
-
-
-_NONE: dict[str, Any] = {}  # shared by all outcomes without details
 
 
 @dataclass(frozen=True)
@@ -173,9 +167,8 @@ class Outcome:
         return self.capacity_bytes if self.kind is OutcomeKind.OOM_DEVICE else None
 
     def without_details(self) -> Outcome:
-        """Return the outcome without what no search reads: trace, log, and figures by phase."""
-        measured = self.measurement and dataclasses.replace(self.measurement, phase_seconds=_NONE)
-        return dataclasses.replace(self, measurement=measured, trace=None, log=None, evidence="")
+        """Return the outcome without what no search reads: trace, log and evidence."""
+        return dataclasses.replace(self, trace=None, log=None, evidence="")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set; secrets in the ranks' texts are masked."""

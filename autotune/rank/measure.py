@@ -8,7 +8,6 @@ import os
 import runpy
 import shutil
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -280,16 +279,6 @@ def extrapolate(parts: StepParts, accumulation: int) -> float:
     if len(parts) < 2:
         return parts[0]
     return parts[0] + (accumulation - 2) * parts[1] + parts[-1]
-
-
-def micro_seconds(steps: list[StepParts]) -> float:
-    """Return the median seconds of a micro-batch between the first and the boundary."""
-    return statistics.median(part for parts in steps for part in parts[1:-1] or parts[:1])
-
-
-def boundary_seconds(steps: list[StepParts]) -> float:
-    """Return the median seconds of the micro-batch that ends a step, the optimizer's update included."""
-    return statistics.median(parts[-1] for parts in steps)
 
 
 # -- execution ---------------------------------------------------------------------------------------------------------

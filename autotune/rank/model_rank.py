@@ -113,8 +113,6 @@ class ModelRank(BaseRank):
             step_seconds=step_seconds,
             warmup_steps=len(warm),
             measured_seconds=time.perf_counter() - measuring,
-            micro_seconds=measure.micro_seconds(steps) if request.extrapolated else None,
-            boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,
             extrapolated=request.extrapolated,
             trace=self.trace.report(),
             **device.peaks(),

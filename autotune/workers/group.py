@@ -70,7 +70,6 @@ class WorkerGroup:
         self.errors: list[Message] = []
         self.phase = Phase.START  # phase of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
-        self._phase_seconds: dict[str, float] = {}
         self.failed_at: float | None = None  # monotonic clock at which a failure was noticed
         self._world = 0
         self._rendezvous: Message | None = None  # rendezvous of several machines, as the first rank reported it
@@ -79,7 +78,6 @@ class WorkerGroup:
         self._signalled: set[int] = set()
         self.silence: str | None = None  # description of the missing heartbeat that ended the watch
         self._pulses: dict[int, Message] = {}  # rank -> its last heartbeat
-        self._phase_began = time.monotonic()
         self._ended = False
 
     @property
@@ -262,21 +260,15 @@ class WorkerGroup:
             host.send(verb, **fields)
 
     def enter(self, phase: Phase) -> None:
-        """Set the phase of all ranks, which has its own time limit and its own duration."""
+        """Set the phase of all ranks, which has its own time limit."""
         self._phases = dict.fromkeys(range(self._world), phase)
         self._enter(phase)
 
     def _enter(self, phase: Phase) -> None:
         if phase is self.phase:
             return
-        self._phase_seconds = self.seconds_by_phase()
-        self._phase_began, self.phase = time.monotonic(), phase
+        self.phase = phase
         self._on_phase(phase.value)
-
-    def seconds_by_phase(self) -> dict[str, float]:
-        """Return the seconds of each phase, including the current one so far."""
-        so_far = self._phase_seconds.get(self.phase.value, 0.0)
-        return {**self._phase_seconds, self.phase.value: so_far + time.monotonic() - self._phase_began}
 
     # -- results -----------------------------------------------------------------------------------------------------
 

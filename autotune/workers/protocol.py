@@ -58,8 +58,6 @@ RANK_MESSAGES: dict[str, dict[str, Any]] = {
         "warmup_seconds?": float,
         "measured_seconds?": float,
         "gb_per_s?": float,
-        "micro_seconds?": float,
-        "boundary_seconds?": float,
         "tokens?": float,
         "live_bytes?": {str: int},
         "facts?": {"accumulation?": int, "micro_batch?": int},

@@ -22,7 +22,7 @@ ON_CPU = Hardware("cpu", "x", 2, GIB, None, GIB)
 def measured(hardware: Hardware, peaks: MemoryPeaks, *ranks: dict[str, int]) -> Measurement:
     results: list[dict[str, Any]] = [{"type": "measured", "step_seconds": [1.0] * 4, **rank} for rank in ranks]
     options: dict[str, Any] = {"candidate": make_candidate(), "job": make_job(2), "facts": {}}
-    return measurement_of(results, peaks, {"step": 4.0}, hardware=hardware, **options)
+    return measurement_of(results, peaks, hardware=hardware, **options)
 
 
 def gpu(reserved_gib: float, overhead_mib: int = 800) -> dict[str, int]:
@@ -69,9 +69,9 @@ def test_a_scripts_work_of_every_third_step_is_in_its_speed() -> None:
     script = make_job(2, script=Script(("train.py",), "/"))
     result = {"type": "measured", "step_seconds": [1.0, 1.0, 4.0] * 4, "reserved_bytes": GIB}
     options: dict[str, Any] = {"candidate": make_candidate(), "hardware": ON_GPUS, "facts": {}}
-    found = measurement_of([result] * 2, MemoryPeaks(used=[0, 0]), {}, job=script, **options)
+    found = measurement_of([result] * 2, MemoryPeaks(used=[0, 0]), job=script, **options)
     assert (found.step_seconds, found.samples_per_second, found.steps) == (2.0, 1.0, 12)
-    named = measurement_of([result] * 2, MemoryPeaks(used=[0, 0]), {}, job=make_job(2), **options)
+    named = measurement_of([result] * 2, MemoryPeaks(used=[0, 0]), job=make_job(2), **options)
     assert named.step_seconds == 1.0, "all of whose steps are alike"
 
 

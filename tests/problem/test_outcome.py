@@ -17,7 +17,6 @@ measurements = st.builds(
     peak_bytes=st.integers(1, 2**45),
     extrapolated=st.booleans(),
     alloc_retries=st.integers(0, 9),
-    phase_seconds=st.just({"init": 1.5}),
 )
 
 

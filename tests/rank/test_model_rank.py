@@ -98,9 +98,8 @@ def test_a_long_accumulation_is_extrapolated(parent: Parent, tmp_path: Path) -> 
     rank.channel.send("measure", **{**REQUEST, "accumulation": 16})
     measured = rank.wait_for("measured")
     assert measured["extrapolated"]
-    # of 16 micro-batches the first, 14 like the second and the last; of two steps a median is the mean
     assert len(measured["step_seconds"]) == 2
-    assert sum(measured["step_seconds"]) > 2 * (14 * measured["micro_seconds"] + measured["boundary_seconds"])
+    assert sum(measured["step_seconds"]) > measured["measured_seconds"], "three of 16 micro-batches are run"
     rank.channel.send("stop")
     assert rank.exit_status() == 0
 
