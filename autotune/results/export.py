@@ -249,16 +249,17 @@ def code_changes(candidate: Candidate, job: Job, *, carried: bool = False) -> It
             f"[setattr(m, 'gradient_checkpointing', False) for m in layers[round({share:g} * len(layers)):]] "
             "(Trainer: in a callback's on_train_begin)"
         )
-    if own is not None and job.profile.checkpointed and candidate.get(CHECKPOINTING) is False:
-        if carrier_of(own, CHECKPOINTING).place not in argument_names(own.argv):  # the winner's command turns it off
-            what = f"where your script's code itself has model.{call}"
-            if not call:
-                what = (
-                    "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's "
-                    "prepare_model_for_kbit_training without use_gradient_checkpointing=False, or sets Trainer's "
-                    "gradient_checkpointing"
-                )
-            yield f"{what}, take it out: it was measured without activation checkpointing"
+    switched_off = job.profile.checkpointed and candidate.get(CHECKPOINTING) is False
+    # The winner's command turns off what an argument of the script's turned on.
+    if own is not None and switched_off and carrier_of(own, CHECKPOINTING).place not in argument_names(own.argv):
+        what = f"where your script's code itself has model.{call}"
+        if not call:
+            what = (
+                "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's "
+                "prepare_model_for_kbit_training without use_gradient_checkpointing=False, or sets Trainer's "
+                "gradient_checkpointing"
+            )
+        yield f"{what}, take it out: it was measured without activation checkpointing"
     if job.profile.zero_init and candidate.stage < 3:
         yield (
             "take deepspeed.zero.Init out of your script's code, or give it enabled=False: below stage 3 no engine trains a "
