@@ -221,13 +221,13 @@ _Loader.add_multi_constructor("", _untagged)
 
 
 def parsed(text: str, name: str) -> Any:
-    """Parse the file's data.
+    """Parse the data of a YAML file.
 
     Args:
         name: the file's, for the error.
 
     Raises:
-        UserError: the text is neither YAML nor JSON; the message has the line.
+        UserError: the text is no YAML; the message has the line.
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
@@ -235,8 +235,7 @@ def parsed(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = f":{min(mark.line, text.rstrip().count(chr(10))) + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        what = "JSON" if name.endswith(".json") else "YAML"
-        raise UserError(f"{name}{line}: not {what} ({problem})") from None
+        raise UserError(f"{name}{line}: not YAML ({problem})") from None
 
 
 def edited(text: str, changes: Mapping[Place, Any], *, is_json: bool = False) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.problem.candidate import BATCH_KEYS, KNOBS, MICRO_BATCH, Candidate, Value
-from autotune.problem.ds_config import value_at
+from autotune.problem.ds_config import read_config, value_at
 from autotune.problem.job import ArgumentFile, Script
 from autotune.script.argument_files import (
     ALIASES,
@@ -97,6 +98,8 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
             found[place] = value
     if config is not None and (place := config_place(script, file.data)) is not None:
         found[place] = config
+        if isinstance(value_at(file.data, place), dict):  # the script's own code may expect one
+            found[place] = read_config(Path(config))
         framework = framework_of(script)
         if framework and framework.superseded in file.data:
             found[(framework.superseded,)] = None

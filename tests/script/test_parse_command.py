@@ -270,6 +270,12 @@ def test_the_user_s_own_lines_stay(folder: Path) -> None:
     )
 
 
+def test_a_config_inside_the_file_stays_there(folder: Path) -> None:
+    (folder / "x.yaml").write_text(f"output_dir: out\ndeepspeed: {DS}\n")
+    (folder / "best.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert trained("train.py x.yaml")[2]["best.argument.x.yaml"]["deepspeed"] == {"zero_optimization": {"stage": 2}}
+
+
 @pytest.mark.parametrize(
     ("words", "environment"),
     [
@@ -451,7 +457,7 @@ def test_what_was_taken_out_of_a_files_config_stays_out(folder: Path) -> None:
     job = make_job(script=script, base_config={**first, "zero_allow_untested_optimizer": True})
     write_trial_files(job, WINNER, folder / "home", quiet=False)
     (copy,) = (folder / "home").rglob("x.json")
-    merged = json.loads(Path(json.loads(copy.read_text())["deepspeed"]).read_text())
+    merged = json.loads(copy.read_text())["deepspeed"]
     assert "scheduler" not in merged
     assert (merged["steps_per_print"], merged["zero_allow_untested_optimizer"]) == (9, True)
     assert merged["zero_optimization"]["stage"] == 2
