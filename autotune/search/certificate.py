@@ -424,7 +424,7 @@ class Pair(Runs):
         if not self.has_same_weights:
             return "its initial weights differ from run to run"
         if not self.has_same_rows:
-            return "its rows differ from run to run"
+            return "its steps get other rows than yours"
         return "the noise of its random numbers" if self.reference.draws else "two runs of it differ"
 
     @property
@@ -639,7 +639,8 @@ def _by_iterations(pair: Pair) -> Cause | None:
         return None
     return (
         ACCUMULATION,
-        f"this counts iterations of your loop, and {now} instead of {own} of them make an optimizer step",
+        f"this counts iterations of your loop, and {now} instead of {own} of them make an optimizer step, "
+        "or it is computed from the micro-batch",
     )
 
 
