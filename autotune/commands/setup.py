@@ -192,7 +192,11 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
                 job=job,
                 hardware=hardware,
                 space=space,
-                faults=(*warnings(own_facts(job), installed_deepspeed(interpreter)), *faults),
+                faults=(
+                    *ignored_keys(job.base_config),
+                    *warnings(own_facts(job), installed_deepspeed(interpreter)),
+                    *faults,
+                ),
                 tokens=tokens,
                 price=known,
                 host_assumed=name is not None and request.host_memory is None,
