@@ -204,13 +204,13 @@ def test_a_sequence_that_fits_only_if_gpus_share_it(tmp_path: Path) -> None:
 def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(
-        '{"optimizer": {"type": "Muon"}, "steps_per_prints": 1, "activation_checkpointing": {"cpu_checkpointing": true}}'
+        '{"optimizer": {"type": "Muon"}, "sparse_gradient": true, "activation_checkpointing": {"cpu_checkpointing": true}}'
     )
     done = CliRunner().invoke(app, ["plan", "--model", "tiny-llama", "--gpu", "t4", "--ds-config", str(file)])
     text = " ".join(done.output.split())
     assert "fp16, muon, global batch" in text
     assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
-    assert "DeepSpeed ignores steps_per_prints in your config; did you mean steps_per_print?" in text
+    assert "DeepSpeed ignores sparse_gradient in your config; did you mean sparse_gradients?" in text
 
 
 @pytest.mark.parametrize("by", ["option", "config"])
