@@ -210,7 +210,7 @@ def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(t
     text = " ".join(done.output.split())
     assert "fp16, muon, global batch" in text
     assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
-    assert "DeepSpeed ignores sparse_gradient in your config; did you mean sparse_gradients?" in text
+    assert "DeepSpeed ignores sparse_gradient in your config; did you mean sparse_gradients" in text
 
 
 @pytest.mark.parametrize("by", ["option", "config"])
