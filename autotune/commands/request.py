@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from autotune.errors import BadArgument, DisplayedError, ScriptFails, UserError, did_you_mean
+from autotune.problem.forms import first_problem
 from autotune.util.bounds import MOST, MOST_RANKS, display_value, invalid_reason
 from autotune.util.units import parse_duration, parse_memory, parse_share
 
@@ -618,14 +619,6 @@ class Request(Options):
     command: str = ""  # the whole command as typed
 
 
-_WORDS = {
-    "Input should be": "expected",
-    "Input is not": "expected",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-}  # of pydantic's messages
-
-
 def request_from(values: Mapping[str, object], shown: Callable[[str], str]) -> Request:
     """Return the request of these values, by field or by flag without dashes.
 
@@ -638,14 +631,8 @@ def request_from(values: Mapping[str, object], shown: Callable[[str], str]) -> R
     try:
         return Request.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    if first["type"] == "value_error":
-        raise UserError(f"{shown(name)}: {first['ctx']['error']}") from None
-    expected = first["msg"].partition(",")[0].partition(" for <class")[0]
-    for theirs, ours in _WORDS.items():
-        expected = expected.replace(theirs, ours)
-    raise UserError(f"{shown(name)}: {expected}, found {display_value(first['input'])}") from None
+        (name, *_), problem = first_problem(error, Request)
+        raise UserError(f"{shown(name)}: {problem}") from None
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import (
@@ -33,6 +34,7 @@ from autotune.problem.candidate import (
     short_name,
 )
 from autotune.problem.faults import Fault, accumulation_facts, facts_of, job_facts, known_faults, own_facts
+from autotune.problem.forms import first_problem
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import FULL, Job, counted_ranks
 from autotune.problem.knobs import (
@@ -247,7 +249,6 @@ DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
 MOST_NODES = 1_000_000  # of a YAML file with its aliases expanded
 _EXPECTED = "expected `knobs:` and their values"
-_PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed", "levers")
 
 
 def spaces_folder() -> Path:
@@ -343,6 +344,50 @@ def _name_of(key: str) -> str:
     return short_name(ZERO + name) if bare else name
 
 
+class _Form(BaseModel, extra="forbid", strict=True):
+    pass
+
+
+class _File(_Form):
+    """Top level of a file."""
+
+    name: Any = None
+    about: Any = None
+    lossy: bool = False
+    at_once: int | None = Field(None, ge=0)
+    knobs: dict[Any, Any] | None = None
+    fixed: dict[Any, Any] | None = None
+    levers: dict[Any, Any] | None = None
+
+
+class _Values(_Form):
+    """Values of a knob, and the conditions under which it exists."""
+
+    values: list[Any] = []
+    when: dict[Any, Any] = {}
+
+
+class _Range(_Values):
+    """Values of a knob from one number to another."""
+
+    low: int = Field(alias="from")
+    high: int = Field(alias="to")
+    scale: Literal["linear", "pow2"] = "linear"
+
+    @model_validator(mode="after")
+    def _list(self) -> Self:
+        if self.scale == "pow2":
+            self.values = [2**n for n in range(64) if self.low <= 2**n <= self.high]
+        elif self.high - self.low < 10_000:
+            self.values = [*range(self.low, self.high + 1)]
+        else:
+            raise ValueError(f"{self.high - self.low + 1} values are too many: list fewer, or give scale: pow2")
+        return self
+
+
+_AnyForm = TypeVar("_AnyForm", bound=_Form)
+
+
 class _Parser:
     """Parser of one file; it keeps the line of every key for errors."""
 
@@ -365,44 +410,31 @@ class _Parser:
                 check_data(data, self.file)
         if not isinstance(data, dict):
             raise UserError(f"{self.file}:1: {_EXPECTED}, found {type(data).__name__}")
-        for key in data:
-            if key not in _PARTS:
-                raise self.fail((str(key),), f"unknown section{did_you_mean(str(key), _PARTS)}")
-        self.lossy = data.get("lossy", False)
-        if not isinstance(self.lossy, bool):
-            raise self.fail(("lossy",), f"expected true or false, found {self.lossy!r}")
-        at_once = data.get("at_once")
-        if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 0):
-            raise self.fail(("at_once",), f"expected a whole number of knobs, found {at_once!r}")
-        knobs = data.get("knobs") or {}
-        fixed = data.get("fixed") or {}
-        levers = data.get("levers") or {}
-        for section, value in (("knobs", knobs), ("fixed", fixed), ("levers", levers)):
-            if not isinstance(value, dict):
-                raise self.fail((section,), "expected a mapping of knobs to their values")
+        page = self._read(_File, (), data)
+        self.lossy = page.lossy
         domains: dict[str, Domain] = {}
-        turned: dict[str, Domain] = {}
-        for section, value, into in (("knobs", knobs, domains), ("levers", levers, turned)):
-            for key, raw in value.items():
+        levers: dict[str, Domain] = {}
+        for section, into in (("knobs", domains), ("levers", levers), ("fixed", domains)):
+            for key, raw in (getattr(page, section) or {}).items():
                 self._add(into, (section, str(key)), raw)
-        for key, raw in fixed.items():
-            if isinstance(raw, dict | list):
-                raise self.fail(("fixed", str(key)), "expected one value; a dotted key reaches into a section")
-            name = self._add(domains, ("fixed", str(key)), [raw])
-            domains[name] = dataclasses.replace(domains[name], fixed=True)
-        if not knobs and not fixed:
+        if not domains:
             raise self.fail(("knobs",), "the space has no knobs")
         for name, domain in domains.items():
             for condition, allowed in domain.when:
-                if condition not in domains:
-                    raise self.fail(("knobs", name, "when"), f"{condition!r} is no knob of this space")
-                if not set(allowed) & set(domains[condition].values):
-                    raise self.fail(("knobs", name, "when"), f"{condition} is never one of {list(allowed)}")
-        name, about = str(data.get("name") or Path(self.file).stem), str(data.get("about") or "")
-        space = SearchSpace(name, about, domains, self.text, at_once, self.lossy, levers=turned)
+                if not set(allowed) & set(domains.get(condition, Domain(())).values):
+                    raise self.fail(("knobs", name, "when"), f"no {condition} of this space is one of {list(allowed)}")
+        name, about = str(page.name or Path(self.file).stem), str(page.about or "")
+        space = SearchSpace(name, about, domains, self.text, page.at_once, self.lossy, levers=levers)
         if next(space.families(), None) is None:
             raise self.fail(("knobs",), f"DeepSpeed refuses every setting: {refusal(next(space._settings()))}")
         return space
+
+    def _read(self, form: type[_AnyForm], path: tuple[str, ...], data: object) -> _AnyForm:
+        try:
+            return form.model_validate(data)
+        except ValidationError as error:
+            place, problem = first_problem(error, form)
+            raise self.fail((*path, *place), problem) from None
 
     def _collect(self, node: yaml.Node, path: tuple[str, ...]) -> None:
         if isinstance(node, yaml.MappingNode):
@@ -415,8 +447,8 @@ class _Parser:
                 seen.add(inner)
                 self._collect(value, inner)
 
-    def _add(self, domains: dict[str, Domain], path: tuple[str, ...], raw: Any) -> str:
-        """Add the knob at this path of the file, and return its name."""
+    def _add(self, domains: dict[str, Domain], path: tuple[str, ...], raw: Any) -> None:
+        """Add the knob at this path of the file."""
         name = _name_of(path[1])
         if name not in KNOBS and "." not in name and name not in DS_TOP_LEVEL:
             known = {key.removeprefix(ZERO) for key in KNOBS} | DS_TOP_LEVEL
@@ -424,25 +456,23 @@ class _Parser:
         self._check_key(path, name)
         if name in domains:
             raise self.fail(path, "is given twice (its short name and its DeepSpeed key are one knob)")
-        when: When = ()
-        is_range = False
-        if isinstance(raw, dict):
-            values, when, is_range = self._mapping(path, raw)
-        elif isinstance(raw, list):
-            values = raw
-        else:
-            values = [raw]
-        if not values:
+        fixed = path[0] == "fixed"
+        if fixed or not isinstance(raw, dict | list):
+            raw = [raw]
+        if isinstance(raw, list):
+            raw = {"values": raw}
+        form = self._read(_Values if "values" in raw else _Range, path, raw)
+        if not form.values:
             raise self.fail(path, "has no values")
-        checked = tuple(self._check(path, name, value) for value in values)
+        checked = tuple(self._check(path, name, value) for value in form.values)
         if len(set(map(repr, checked))) != len(checked):
             raise self.fail(path, "names a value twice")
         if not self.lossy and name in KNOBS and (why := KNOBS[name].lossy) and set(checked) - {KNOBS[name].off}:
             raise self.fail(
                 path, f"{why}, so that losses may differ: write `lossy: true` at the top of the space, or leave it out"
             )
-        domains[name] = Domain(checked, when, is_range)
-        return name
+        conditions = tuple(self._condition((*path, "when", str(one)), value) for one, value in form.when.items())
+        domains[name] = Domain(checked, conditions, isinstance(form, _Range), fixed)
 
     def _check_key(self, path: tuple[str, ...], name: str) -> None:
         """Raise UserError if a space may not set this dotted key."""
@@ -459,46 +489,10 @@ class _Parser:
         if section in DS_SECTIONS and leaf not in DS_SECTIONS[section]:
             raise self.fail(path, f"DeepSpeed knows no such key of {section}{did_you_mean(leaf, DS_SECTIONS[section])}")
 
-    def _mapping(self, path: tuple[str, ...], raw: dict[str, Any]) -> tuple[list[Any], Any, bool]:
-        allowed = ("values", "from", "to", "scale", "when")
-        for key in raw:
-            if key not in allowed:
-                raise self.fail(
-                    (*path, str(key)), f"unknown{did_you_mean(str(key), allowed)}; expected {', '.join(allowed)}"
-                )
-        when = raw.get("when") or {}
-        if not isinstance(when, dict):
-            raise self.fail((*path, "when"), "expected a mapping of a knob to the values at which this one exists")
-        conditions = tuple(self._condition((*path, "when", str(name)), value) for name, value in when.items())
-        if "values" in raw:
-            if not isinstance(raw["values"], list) or {"from", "to", "scale"} & set(raw):
-                raise self.fail(path, "expected either `values: [...]` or `from:` and `to:`")
-            return raw["values"], conditions, False
-        return self._range(path, raw), conditions, True
-
     def _condition(self, path: tuple[str, ...], raw: Any) -> tuple[str, tuple[Value, ...]]:
         """Return a knob and its values, in the knob's own notation."""
         name = _name_of(path[-1])
         return name, tuple(self._check(path, name, value) for value in (raw if isinstance(raw, list) else [raw]))
-
-    def _range(self, path: tuple[str, ...], raw: dict[str, Any]) -> list[Any]:
-        low, high, scale = raw.get("from"), raw.get("to"), raw.get("scale", "linear")
-        for key, bound in (("from", low), ("to", high)):
-            if isinstance(bound, bool) or not isinstance(bound, int):
-                raise self.fail((*path, key), f"expected a whole number, found {bound!r}")
-        assert isinstance(low, int)
-        assert isinstance(high, int)
-        if low > high:
-            raise self.fail(path, f"the range is upside down: from {low} to {high}")
-        if scale == "pow2":
-            if low < 1:
-                raise self.fail(path, "scale pow2 needs whole numbers of at least 1")
-            return [2**n for n in range(64) if low <= 2**n <= high]
-        if scale != "linear":
-            raise self.fail((*path, "scale"), f"expected linear or pow2, found {scale!r}")
-        if high - low >= 10_000:
-            raise self.fail(path, f"{high - low + 1} values are too many: list fewer, or give scale: pow2")
-        return [*range(low, high + 1)]
 
     def _check(self, path: tuple[str, ...], name: str, value: Any) -> Value:
         if name not in KNOBS:

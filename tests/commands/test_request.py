@@ -53,29 +53,6 @@ def test_without_arguments_help_is_printed_and_no_error(
     assert call(monkeypatch, capsys, *words)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("run --model gemma-2-2", "gemma-2-2b"),
-        ("plan --gpu h10", "h100"),
-        ("plan --gpu a100-80gb,h10", "a100-80gb,h100"),
-        ("run --space zero", "zero3"),
-        ("show mi", "mine"),
-        ("run --study mi", "mine"),
-    ],
-)
-def test_the_shell_completes_names(
-    words: str, completed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/mine").mkdir(parents=True)
-    (tmp_path / "runs/mine/study.db").touch()
-    monkeypatch.setenv("_AUTOTUNE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", f"autotune {words}")
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
-    assert completed in call(monkeypatch, capsys)[1].split()
-
-
 @pytest.mark.parametrize("words", [(), ("run",), ("spaces", "show")])
 def test_h_is_short_for_help(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -104,7 +81,7 @@ def test_python_converts_or_refuses_a_value_of_each_option(
     ("words", "said"),
     [
         (("--map", "x" * 65_537), "--map: expected at most 65536 characters, found 65537"),
-        (("--gpus", "four"), "--gpus: expected a valid integer, found four"),
+        (("--gpus", "four"), "--gpus: expected a whole number, found four"),
         (("--seed", "-1"), "--seed: expected at least 0, found -1"),
         (("--max-trials", "0"), "--max-trials: expected at least 1, found 0"),
     ],
