@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ _UNFINISHED = "probe-unfinished.json"
 _OWN_STEPS = "own_steps"  # key of facts: a run with minimal memory had the script's own batch
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Probe:
     """Findings of a probe run."""
 
@@ -208,7 +208,7 @@ def _at_last_length(
 ) -> tuple[Outcome, dict[str, Any]] | None:
     """Return the measurement and facts of a run whose forwards are padded to the length of the data; None if it fails."""
     profile = ScriptProfile(pads_to=grows[-1])
-    job = dataclasses.replace(executor.job, script=dataclasses.replace(script, profile=profile))
+    job = replace(executor.job, script=replace(script, profile=profile))
     outcome, facts = _run_with_ops(executor, Candidate(()), "probe-last-length", budget.left_seconds, job)
     return (outcome, {**facts, "pads_to": grows[-1], "grows": grows}) if outcome.ok else None
 
@@ -268,12 +268,12 @@ def _checked(
         )
     unheeded = unheeded_accumulation(facts, profile, executor.hardware.count) if own else ""
     if measured is not None and not unheeded:
-        profile = carriers_found(runs, dataclasses.replace(script, profile=profile), facts)
+        profile = carriers_found(runs, replace(script, profile=profile), facts)
         for line in _found_lines(profile):
             print_line(line)
     else:
         why = unheeded or "its own batch does not fit"
-        profile = dataclasses.replace(profile, attempts=(f"no flag or variable was tried: {why}",))
+        profile = replace(profile, attempts=(f"no flag or variable was tried: {why}",))
     trace = _with_noise(runs, script, profile, measured.trace) if measured is not None else None
     # a tensor is counted by name if steps have other rows each, and another loss
     reference = None if profile.counted_by else trace
@@ -281,14 +281,14 @@ def _checked(
     note = unheeded or check_batch(runs, _mapped(script, profile), reference, least)
     if note:
         print_line(f"{note}; its batch is kept, and everything else is tuned")
-        profile = dataclasses.replace(_profile(facts, own=own, note=note), attempts=profile.attempts)
+        profile = replace(_profile(facts, own=own, note=note), attempts=profile.attempts)
     if measured is None or runs.names_same_seeds:
-        profile = dataclasses.replace(profile, seeds=())
+        profile = replace(profile, seeds=())
     mapped = _mapped(script, profile)
     if measured is not None:
         if runs.repeats_seeds:
             print_line(f"{script.name} has other seeds in each run: trials repeat those of its first run")
-        measured = dataclasses.replace(_counted_as(measured, mapped, executor.hardware.count), trace=trace)
+        measured = replace(_counted_as(measured, mapped, executor.hardware.count), trace=trace)
     outcomes = {"baseline": measured and measured.to_json(), "ran_out": ran_out and ran_out.to_json()}
     kept = {"key": key, "profile": profile.to_json(), **outcomes}
     return Probe(mapped, measured, json.dumps(kept, indent=1), ran_out)
@@ -302,7 +302,7 @@ def _sources(script: Script, facts: dict[str, Any]) -> dict[str, str]:
 def _mapped(script: Script, profile: ScriptProfile) -> Script:
     """Return the script with its profile, and with the flags that were found to carry knobs."""
     flags = profile.found_flags | dict(script.flags)
-    return with_argument_files(dataclasses.replace(script, profile=profile, flags=tuple(flags.items())))
+    return with_argument_files(replace(script, profile=profile, flags=tuple(flags.items())))
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -325,7 +325,7 @@ def _run_with_least_memory(
     Raises:
         UserError: it runs out of memory there too.
     """
-    job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+    job = replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
     left_seconds = budget.left_seconds
@@ -372,8 +372,8 @@ def _with_noise(
     again, _ = runs.run(
         Candidate(()),
         "probe-noise",
-        dataclasses.replace(_TRACED_STEPS, reseed=True),
-        dataclasses.replace(runs.executor.job, script=dataclasses.replace(script, profile=seen)),
+        replace(_TRACED_STEPS, reseed=True),
+        replace(runs.executor.job, script=replace(script, profile=seen)),
         counts=False,
     )
     return with_noise(trace, again.trace) if again.trace else trace
@@ -385,16 +385,14 @@ def _counted_as(baseline: Outcome, script: Script, ranks: int) -> Outcome:
         return baseline
     samples = own_samples(script, ranks) * script.profile.accumulated_by_hand
     speed = samples / baseline.measurement.step_seconds
-    return dataclasses.replace(
-        baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
-    )
+    return replace(baseline, measurement=replace(baseline.measurement, samples_per_second=speed))
 
 
 def _run_with_ops(
     executor: Executor, candidate: Candidate, name: str, left_seconds: float, job: Job | None = None
 ) -> tuple[Outcome, dict[str, Any]]:
     """Return the outcome and facts of a run in its share of the budget. Each missing op is built first."""
-    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
+    spec = replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
     until, ops = executor.now() + FIRST_SHARE * left_seconds, list[str]()
     while True:
         began = executor.now()
@@ -531,20 +529,20 @@ def _profile(facts: dict[str, Any], *, own: bool, note: str = "") -> ScriptProfi
     made = ScriptProfile.from_json({**facts, **(batch_held(seen) if note else batch_seen(seen)), "batch_note": note})
     samples = made.micro_batch * made.accumulation * made.accumulated_by_hand
     per_row = made.micro_batch if made.counted == TOKENS else 1
-    made = dataclasses.replace(
+    made = replace(
         made,
         seq_len=max(1, int(facts.get("widest", 1)) // per_row),
         tokens_per_sample=facts.get("tokens", samples) / samples,
         saved_bytes_per_sample=facts.get("saved_bytes", 0) / made.micro_batch if made.counted else 0.0,
     )
     if made.evaluating:  # transformers' layers do not checkpoint in evaluation mode
-        made = dataclasses.replace(made, checkpointing=False, checkpointed=False)
+        made = replace(made, checkpointing=False, checkpointed=False)
     if own:
         return made
     micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
     times = 0 if note else micro_batch * accumulation  # rows of the script's own steps were not counted
     beside = {number: rows * times for number, rows in made.beside.items()}
-    return dataclasses.replace(made, micro_batch=micro_batch, accumulation=accumulation, beside=beside, held={})
+    return replace(made, micro_batch=micro_batch, accumulation=accumulation, beside=beside, held={})
 
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
@@ -558,7 +556,7 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
-    return dataclasses.replace(
+    return replace(
         setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *found, *notes)
     )
 
@@ -571,8 +569,8 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
     knobs = dict(space.knobs)
     for name, value in own.knobs:
         if name in knobs and value not in knobs[name].values:
-            knobs[name] = dataclasses.replace(knobs[name], values=(*knobs[name].values, value))
-    return dataclasses.replace(space, knobs=knobs)
+            knobs[name] = replace(knobs[name], values=(*knobs[name].values, value))
+    return replace(space, knobs=knobs)
 
 
 # -- short runs after the probe run ------------------------------------------------------------------------------------
@@ -667,7 +665,7 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
     profile, lines = script.profile, list[str]()
     if profile.through_arguments or not profile.counted or not facts.get("rows") or not facts.get("micros"):
         why = "its TrainingArguments carry it" if profile.through_arguments else "its steps cannot be counted"
-        return dataclasses.replace(profile, attempts=(f"no flag or variable was tried: {why}",))
+        return replace(profile, attempts=(f"no flag or variable was tried: {why}",))
     loop = of_loop(profile, facts)
     own, places, wanted = _numbers(loop), _integers(script, facts), list[str]()
     for knob in (MICRO_BATCH, ACCUMULATION):
@@ -704,9 +702,9 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
         if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
             profile = loop
         factors = {name: places[place] // _numbers(profile)[name] for name, place in found.items()}
-        profile = dataclasses.replace(profile, found_flags=found, flag_times=factors)
+        profile = replace(profile, found_flags=found, flag_times=factors)
         break
-    return dataclasses.replace(profile, attempts=tuple(lines))
+    return replace(profile, attempts=tuple(lines))
 
 
 def _numbers(profile: ScriptProfile) -> dict[str, int]:
@@ -725,7 +723,7 @@ def of_loop(profile: ScriptProfile, facts: dict[str, Any]) -> ScriptProfile:
     if micros == 1 or profile.accumulation > 1 or profile.counted != "rows" or not (sums or cuts):
         return profile
     micro_batch = profile.micro_batch if sums else profile.micro_batch // micros
-    return dataclasses.replace(
+    return replace(
         profile,
         micro_batch=micro_batch,
         accumulation=micros,
@@ -814,8 +812,8 @@ def _times_with(
         argv = with_flag(argv, place, values[place])
     seen, flags = script.profile, (*script.flags, *zip(tried, tried, strict=True))
     profile = ScriptProfile(largest=seen.largest, pads_to=seen.pads_to, tried_values=tried)
-    typed = with_argument_files(dataclasses.replace(script, argv=tuple(argv), flags=flags, profile=profile))
-    job = dataclasses.replace(runs.executor.job, script=typed)
+    typed = with_argument_files(replace(script, argv=tuple(argv), flags=flags, profile=profile))
+    job = replace(runs.executor.job, script=typed)
     outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return {}, outcome.reason or "its steps cannot be counted"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -190,31 +190,26 @@ def place_to_add(script: Script, data: dict[str, Any], name: str) -> Place | Non
     return (*known[:-1], name) if known and through else None
 
 
-def find_key(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
-    """Return the place of the first key with one of the names. A DeepSpeed config inside the file is not searched."""
-    if not isinstance(data, dict):
-        return None
-    for name in names:
-        if name in data:
-            return (*above, name)
-    for key, below in data.items():
-        inside = isinstance(key, str) and isinstance(below, dict) and DS_KEYS.isdisjoint(below)
-        if inside and (found := find_key(below, names, (*above, key))) is not None:
-            return found
-    return None
+def entries(data: dict[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """Yield (place, value) of every key of nested mappings, those at the top first. A DeepSpeed config inside is not searched."""
+    left: list[tuple[Place, dict[str, Any]]] = [((), data)]
+    for above, mapping in left:  # the list grows during the loop
+        for key, value in mapping.items():
+            yield (*above, key), value
+            if isinstance(value, dict) and DS_KEYS.isdisjoint(value):
+                left.append(((*above, key), value))
 
 
-def _find_config(script: Script, data: Any, above: Place = ()) -> Place | None:
+def find_key(data: dict[str, Any], names: Collection[str]) -> Place | None:
+    """Return the place of the first key with one of the names."""
+    return next((place for place, _ in entries(data) if place[-1] in names), None)
+
+
+def _find_config(script: Script, data: dict[str, Any]) -> Place | None:
     """Return the place of the first DeepSpeed config, or of the first name of a config file."""
-    if not isinstance(data, dict):
-        return None
-    for key, value in data.items():
-        if not isinstance(key, str):
-            continue
+    for place, value in entries(data):
         if isinstance(value, str) and is_ds_config(Path(script.cwd) / value):
-            return (*above, key)
+            return place
         if isinstance(value, dict) and not DS_KEYS.isdisjoint(value):
-            return (*above, key)
-        if (found := _find_config(script, value, (*above, key))) is not None:
-            return found
+            return place
     return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.ds_config import MOST_BYTES, read_config, value_at
 from autotune.problem.job import ArgumentFile, Job, Script
 from autotune.script.argument_files import (
-    DS_KEYS,
     OUTPUT,
     OUTPUT_FOLDER,
     Place,
     copies_folder,
+    entries,
     find_key,
     has_known_key,
     is_ds_config,
@@ -61,7 +61,7 @@ def with_argument_files(script: Script) -> Script:
             continue
         if has_known_key(file.data) or any(value_at(file.data, place) is not None for place in declared):
             found.append(file)
-    return dataclasses.replace(script, files=(*script.files, *found))
+    return replace(script, files=(*script.files, *found))
 
 
 def integers_in_files(script: Script) -> dict[str, int]:
@@ -69,12 +69,8 @@ def integers_in_files(script: Script) -> dict[str, int]:
     found: dict[str, int] = {}
     for index, path in _mentioned(script.argv, Path(script.cwd)):
         file = read_file(path, index, strict=False)
-        left: list[tuple[Place, Any]] = [((), file.data)] if file is not None else []
-        while left:
-            place, value = left.pop()
-            if isinstance(value, dict) and DS_KEYS.isdisjoint(value):
-                left += [((*place, key), one) for key, one in value.items() if "." not in str(key)]
-            elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        for place, value in entries(file.data) if file else ():
+            if type(value) is int and value > 0 and not any("." in key for key in place):
                 found[".".join(place)] = value
     return found
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from autotune.masking import masked_words
@@ -213,7 +213,7 @@ def over_present(job: Job, present: dict[str, Any]) -> Job:
     first = job.profile.config
     mine = (*present, *BATCH_KEYS) if first is None else (*present, *BATCH_KEYS, *first)
     ours = {key: value for key, value in job.base_config.items() if key not in mine}
-    return dataclasses.replace(job, base_config={**present, **ours}, precision=_precision(job, first, present))
+    return replace(job, base_config={**present, **ours}, precision=_precision(job, first, present))
 
 
 def _precision(job: Job, first: dict[str, Any] | None, present: dict[str, Any]) -> str:

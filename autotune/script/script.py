@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def _flags(script: Script) -> set[str]:
 def line_of(script: Script) -> CommandLine:
     """Return the script's parsed launcher, with the script as its target."""
     line = take_apart([*script.launcher, "script"])
-    return dataclasses.replace(line, environment=script.environment, target=script.argv)
+    return replace(line, environment=script.environment, target=script.argv)
 
 
 def typed_words(script: Script) -> list[str]:
@@ -197,7 +197,7 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     if not script.launcher and _starts_itself(script):
         words = framework.arguments(words, ranks) if framework else words
         return words if script.program is not None else ["python", *words]
-    line = line_of(dataclasses.replace(script, launcher=script.launcher or _starter(script)))
+    line = line_of(replace(script, launcher=script.launcher or _starter(script)))
     return launcher_command(line, _launcher_words(script, candidate, line, ranks, config), words)
 
 
@@ -267,7 +267,7 @@ def config_path(script: Script) -> Path | None:
     """Return the DeepSpeed config file that the command names, or None if the config is elsewhere."""
     if script.ds_config is not None:
         return Path(script.ds_config)
-    for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config):
+    for path in _config_files(script.argv, Path(script.cwd), script.profile.config).values():
         return path
     inside = own_config(script)
     return inside if isinstance(inside, Path) else None
@@ -275,10 +275,9 @@ def config_path(script: Script) -> Path | None:
 
 def named_configs(script: Script) -> list[Path]:
     """Return the DeepSpeed config files that the command names: by content, or by one of DeepSpeed's own flags."""
-    files = [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.config)]
     flagged = [path for name in _flagged_configs(script) if os.path.isfile(path := Path(script.cwd, name))]
-    found = [config_path(script), *flagged, *files]
-    return list(dict.fromkeys(path.resolve() for path in found if path))
+    files = _config_files(script.argv, Path(script.cwd), script.profile.config).values()
+    return list(dict.fromkeys(path.resolve() for path in (config_path(script), *flagged, *files) if path))
 
 
 def check_configs_exist(script: Script) -> None:
@@ -297,34 +296,29 @@ def _flagged_configs(script: Script) -> list[str]:
     return [value for flag, value in typed_values([*script.argv, *script.launcher]) if flag in _CONFIG_FLAGS]
 
 
-def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:
-    """Return (index, prefix, path) of every argument that names a DeepSpeed config file.
+def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> dict[int, Path]:
+    """Return the DeepSpeed config files that arguments name, by the argument's index.
 
-    The prefix is like `--config=` or empty. If several files are named and the script's `own` config is known, only the file with
-    that config is returned: the others belong to other engines.
+    If several files are named and the script's `own` config is known, only the file with that config is returned: the others
+    belong to other engines.
     """
-    found = []
-    for at, word in enumerate(argv):
-        head, equals, value = word.partition("=")
-        path = cwd / (value if equals else word)
-        if is_ds_config(path):
-            found.append((at, f"{head}=" if equals else "", path))
-    paths = dict.fromkeys(path for _, _, path in found)
-    if own is None or len(paths) < 2:
+    named = {at: cwd / (word.partition("=")[2] or word) for at, word in enumerate(argv)}
+    found = {at: path for at, path in named.items() if is_ds_config(path)}
+    if own is None or len({*found.values()}) < 2:
         return found
-    read = next((path for path in paths if read_config(path) == own), None)
-    return [one for one in found if one[2] == read]
+    read = next((path for path in found.values() if read_config(path) == own), None)
+    return {at: path for at, path in found.items() if path == read}
 
 
 def several_configs(script: Script) -> bool:
     """Check that the command names more than one DeepSpeed config file."""
-    return len({path for _, _, path in _config_files(script.argv, Path(script.cwd), None)}) > 1
+    return len({*_config_files(script.argv, Path(script.cwd), None).values()}) > 1
 
 
 def with_configs(
-    argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str], own: dict[str, Any] | None = None
+    argv: Sequence[str], cwd: Path, copy_of: Callable[[Path, int], str], own: dict[str, Any] | None = None
 ) -> list[str]:
-    """Return the arguments with config files replaced by `renamed(path, index of the argument)`.
+    """Return the arguments with config files replaced by `copy_of(path, index of the argument)`.
 
     Only files that the first engine reads are replaced.
 
@@ -332,8 +326,8 @@ def with_configs(
         own: the contents of that file if known; None replaces every file.
     """
     found = list(argv)
-    for at, head, path in _config_files(argv, cwd, own):
-        found[at] = head + renamed(path, at)
+    for at, path in _config_files(argv, cwd, own).items():
+        found[at] = renamed(found[at], copy_of(path, at))
     return found
 
 
