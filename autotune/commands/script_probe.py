@@ -369,13 +369,8 @@ def _with_noise(
     if trace is None or not trace.draws or not runs.holds(1.0):
         return trace
     seen = ScriptProfile(seeds=profile.seeds, largest=profile.largest, pads_to=profile.pads_to)
-    again, _ = runs.run(
-        Candidate(()),
-        "probe-noise",
-        replace(_TRACED_STEPS, reseed=True),
-        replace(runs.executor.job, script=replace(script, profile=seen)),
-        counts=False,
-    )
+    job = replace(runs.executor.job, script=replace(script, profile=seen))
+    again, _ = runs.run(Candidate(()), "probe-noise", job, reseed=True)
     return with_noise(trace, again.trace) if again.trace else trace
 
 
@@ -622,20 +617,18 @@ class ShortRuns:
         """Return True if the time that is left holds a run whose steps take so many times those of the probe run."""
         return self.expected_seconds(times) <= self._seconds
 
-    def run(
-        self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job, *, counts: bool = True
-    ) -> tuple[Outcome, dict[str, Any]]:
+    def run(self, candidate: Candidate, name: str, job: Job, *, reseed: bool = False) -> tuple[Outcome, dict[str, Any]]:
         """Return the outcome and the facts of a run.
 
         Args:
-            counts: it is one of the limited number of runs.
+            reseed: draw other random numbers than the probe run, in a run that the limited number leaves out.
 
         Raises:
             Stopped: the user stopped the tuner.
         """
-        self._runs -= counts
+        self._runs -= not reseed
         with closing(self.executor.session(candidate, name, job=job)) as session:
-            outcome = session.measure(candidate, measure_spec, self._seconds)
+            outcome = session.measure(candidate, replace(_TRACED_STEPS, reseed=reseed), self._seconds)
         self._seconds -= outcome.seconds
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
@@ -663,9 +656,8 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
         Stopped: the user stopped the tuner.
     """
     profile, lines = script.profile, list[str]()
-    if profile.through_arguments or not profile.counted or not facts.get("rows") or not facts.get("micros"):
-        why = "its TrainingArguments carry it" if profile.through_arguments else "its steps cannot be counted"
-        return replace(profile, attempts=(f"no flag or variable was tried: {why}",))
+    if not profile.counted or not facts.get("rows") or not facts.get("micros"):
+        return replace(profile, attempts=("no flag or variable was tried: its steps cannot be counted",))
     loop = of_loop(profile, facts)
     own, places, wanted = _numbers(loop), _integers(script, facts), list[str]()
     for knob in (MICRO_BATCH, ACCUMULATION):
@@ -701,7 +693,8 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
         lines.append(f"{tried}: {steps}; taken: {', '.join(found.values()) or 'nothing, no value explains it'}")
         if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
             profile = loop
-        factors = {name: places[place] // _numbers(profile)[name] for name, place in found.items()}
+        own = _numbers(profile)
+        factors = {name: places[place] // own[name] for name, place in found.items() if places[place] > own[name]}
         profile = replace(profile, found_flags=found, flag_times=factors)
         break
     return replace(profile, attempts=tuple(lines))
@@ -730,7 +723,7 @@ def of_loop(profile: ScriptProfile, facts: dict[str, Any]) -> ScriptProfile:
         rows_per_sample=facts["rows"] // (micro_batch * micros),
         micros_per_accumulation=1.0,
         accumulated_by_hand=1,
-        loop_accumulates=not profile.loader_prepared if sums else "cuts",
+        loop_accumulates=not (profile.loader_prepared or profile.through_arguments) if sums else "cuts",
         saved_bytes_per_sample=profile.saved_bytes_per_sample * profile.micro_batch / micro_batch,
     )
 
@@ -814,7 +807,7 @@ def _times_with(
     profile = ScriptProfile(largest=seen.largest, pads_to=seen.pads_to, tried_values=tried)
     typed = with_argument_files(replace(script, argv=tuple(argv), flags=flags, profile=profile))
     job = replace(runs.executor.job, script=typed)
-    outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
+    outcome, now = runs.run(Candidate(()), "probe-flags", job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return {}, outcome.reason or "its steps cannot be counted"
     rows, micros = Fraction(now["rows"], facts["rows"]), Fraction(now["micros"], facts["micros"])
@@ -835,7 +828,7 @@ def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
 def _found_lines(profile: ScriptProfile) -> Iterator[str]:
     """Yield a line about each place that was found."""
     for name, place in profile.found_flags.items():
-        times = profile.flag_times[name]
+        times = profile.flag_times.get(name, 1)
         over = f" times {times}" if times > 1 else ""
         value = _numbers(profile)[name] * times
         yield f"{place} {value} is its {_NAMED[name]}{over}: candidates set it (--map KNOB=--FLAG names another)"
@@ -843,7 +836,6 @@ def _found_lines(profile: ScriptProfile) -> Iterator[str]:
 
 # -- batch check -------------------------------------------------------------------------------------------------------
 
-_TWO_STEPS = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 _AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
@@ -875,7 +867,7 @@ def check_batch(
     # a micro-batch may take as long as a larger one
     held = [other for other in others(own) if runs.holds(max(1.0, own.micro_batch / other.micro_batch))]
     for number, other in enumerate(held[: runs.left], 1):
-        outcome, _ = runs.run(other, f"probe-batch-{number}", _TRACED_STEPS, job)
+        outcome, _ = runs.run(other, f"probe-batch-{number}", job)
         if outcome.ok and reference is not None and outcome.trace is not None:
             return _compared(script, reference, other, outcome.trace)
         if outcome.kind.is_attributable_to_candidate and not outcome.kind.is_oom and not outcome.ok:

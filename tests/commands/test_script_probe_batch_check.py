@@ -61,7 +61,7 @@ def test_time_of_a_short_run_is_taken_from_the_next() -> None:
     session: Any = SimpleNamespace(facts={}, close=lambda: None)
     session.measure = lambda *_: dataclasses.replace(measured(40, 3), seconds=7.0)
     runs = ShortRuns(SimpleNamespace(session=lambda *_, job: session), 10.0)  # type: ignore[arg-type]
-    runs.run(make_candidate(2, 4, 2), "probe-batch-1", None, None)  # type: ignore[arg-type]
+    runs.run(make_candidate(2, 4, 2), "probe-batch-1", None)  # type: ignore[arg-type]
     assert (runs.left, runs._seconds) == (1, 3.0)
 
 
@@ -115,7 +115,7 @@ def test_trials_repeat_the_first_seeds_unless_a_measured_run_named_the_same(
         outcome = measured(40, 3) if facts is not None else Outcome(OutcomeKind.CRASH, reason="it failed")
         session: Any = SimpleNamespace(facts=facts or {}, close=lambda: None, measure=lambda *_, one=outcome: one)
         runs.executor = SimpleNamespace(session=lambda *_, job, one=session: one)  # type: ignore[assignment]
-        runs.run(make_candidate(2, 4, 2), "probe-batch", None, None)  # type: ignore[arg-type]
+        runs.run(make_candidate(2, 4, 2), "probe-batch", None)  # type: ignore[arg-type]
     assert runs.names_same_seeds == same
 
 

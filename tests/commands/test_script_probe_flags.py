@@ -221,6 +221,20 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
     assert data["model"] == {"layers": 4}
 
 
+def test_a_batch_of_all_ranks_in_a_file_and_a_short_flag_are_found(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("train:\n  batch: 8  # of all ranks\n")
+    values = {"train.batch": 8, "-g": 4}
+    profile = ScriptProfile(config={}, micro_batch=4, accumulation=4)
+    script = Script(("train.py", "x.yaml", "-g", "4"), str(tmp_path), profile=profile)
+    executor: Any = Executor(lambda now: (now["train.batch"] // RANKS, now["-g"]), values)
+    facts = {"rows": 16, "micros": 4, "accumulation": 4}
+    known = _mapped(script, carriers_found(ShortRuns(executor, 60.0), script, facts))
+    assert known.profile.found_flags == {MICRO_BATCH: "train.batch", ACCUMULATION: "-g"}
+    ((path, text),) = winners_files(known, make_candidate(1, 16, 1), tmp_path / "best.json").items()
+    assert text == "train:\n  batch: 32 # of all ranks\n"
+    assert command(known, make_candidate(1, 16, 1), str(tmp_path / "best.json")) == ["train.py", str(path), "-g", "1"]
+
+
 def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) -> None:
     values = {"--workers": 4, "--layers": 4, "--hidden": 8}
     profile = ScriptProfile(config={}, micro_batch=4, accumulation=1)
