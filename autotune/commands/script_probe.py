@@ -751,8 +751,9 @@ def _may_be(
         for place, value in places.items()
         if (names := [name for name in sought if value in [own[name] * unit for unit in units[name]]])
     }
-    # The config may carry the micro-batch. An accumulation alone would then try each flag that happens to have it.
-    if MICRO_BATCH in wanted and all(names == [ACCUMULATION] for names in found.values()):
+    # The config may carry the micro-batch. An accumulation alone, or of 1, would try each flag that happens to have it.
+    unlikely = MICRO_BATCH in wanted or own[ACCUMULATION] == 1
+    if unlikely and all(names == [ACCUMULATION] for names in found.values()):
         return {place: names for place, names in found.items() if _OF_A_BATCH.search(place)}
     return found
 

@@ -37,7 +37,6 @@ from autotune.script.argument_files import (
     winners_copy,
 )
 from autotune.script.carriers import changes_for
-from autotune.script.environment import VARIABLE
 from autotune.script.profile import over_present
 
 # -- argument texts ----------------------------------------------------------------------------------------------------
@@ -124,8 +123,8 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
             changes = changes_for(
                 script, file, candidate, _merged_config(job, candidate, below / f".{path.stem}.ds.json")
             )
-        tried = script.profile.tried_values.items()
-        changes |= {tuple(name.split(".")): value for name, value in tried if not name.startswith(VARIABLE)}
+        tried = {tuple(name.split(".")): value for name, value in script.profile.tried_values.items()}
+        changes |= {place: value for place, value in tried.items() if value_at(file.data, place) is not None}
         if quiet and (place := find_key(file.data, (OUTPUT,))) is not None:
             changes[place] = str(folder / OUTPUT_FOLDER)
         (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"), encoding="utf-8")
