@@ -100,8 +100,8 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     flags = _flags(script)
     for file in own_files(script):
         argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
-    named = config_path(script) is not None and own_config(script) is None
-    if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.through_arguments:
+    named = config_path(script) is not None or carries_config(script)
+    if not named and CONFIG_FLAG in flags and script.profile.through_arguments:
         argv = with_flag(argv, CONFIG_FLAG, config)
     return with_values(script, argv, candidate, flags)
 
