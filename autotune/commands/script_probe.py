@@ -716,16 +716,9 @@ def of_loop(profile: ScriptProfile, facts: dict[str, Any]) -> ScriptProfile:
     if micros == 1 or profile.accumulation > 1 or profile.counted != "rows" or not (sums or cuts):
         return profile
     micro_batch = profile.micro_batch if sums else profile.micro_batch // micros
-    return replace(
-        profile,
-        micro_batch=micro_batch,
-        accumulation=micros,
-        rows_per_sample=facts["rows"] // (micro_batch * micros),
-        micros_per_accumulation=1.0,
-        accumulated_by_hand=1,
-        loop_accumulates=not (profile.loader_prepared or profile.through_arguments) if sums else "cuts",
-        saved_bytes_per_sample=profile.saved_bytes_per_sample * profile.micro_batch / micro_batch,
-    )
+    said = {MICRO_BATCH: [], ACCUMULATION: [micros]}
+    loop = _profile({**facts, "micro_batch": micro_batch, "accumulation": 1, "said": said}, own=True)
+    return loop if sums else replace(loop, loop_accumulates="cuts")
 
 
 def _may_be(

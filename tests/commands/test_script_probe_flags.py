@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import ShortRuns, _mapped, carriers_found, of_loop
+from autotune.commands.script_probe import ShortRuns, _mapped, _profile, carriers_found, of_loop
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import value_at
@@ -154,12 +154,13 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
     typed = [word for flag, value in values.items() for word in (flag, str(value))]
     said: dict[str, list[int]] = {MICRO_BATCH: [2], ACCUMULATION: []}
     facts: dict[str, Any] = {"rows": 8, "sequences": 8, "micros": 4, "micro_batch": 2, "accumulation": 1, "said": said}
-    profile = ScriptProfile(config={}, **batch_seen(facts))
+    facts["config"] = {}
+    profile = _profile(facts, own=True)
     assert profile.accumulated_by_hand == 4
     script = Script(("train.py", *typed), str(tmp_path), profile=profile)
     executor: Any = Executor(batch, values, by_loop=True)
     learnt = carriers_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
-    seen = ScriptProfile(config={}, **batch_seen({**facts, "said": {**said, ACCUMULATION: [4]}}))
+    seen = _profile({**facts, "said": {**said, ACCUMULATION: [4]}}, own=True)
     assert replace(learnt, found_flags={}, flag_times={}, attempts=()) == seen, "as if the flag's name were known"
     known, other = _mapped(script, learnt), make_candidate(1, 4, 2)
     now = settings(known, other)
