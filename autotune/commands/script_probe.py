@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -187,8 +187,14 @@ def probe(
         baseline, facts = _run_with_ops(executor, Candidate(()), "probe", left_seconds)
         _refuse_unless_run(executor, baseline, facts, left_seconds, budget)
         if grows := facts.get("grows"):
-            found = _at_last_length(executor, script, grows, budget) if grows[2] > grows[1] else None
-            baseline, facts = found or (baseline, {**facts, "grows": grows[:2]})
+            _, last, longest = grows
+            facts["grows"] = grows[:2]
+            if longest > last:  # forwards are padded to the length of the data
+                padded = replace(script, profile=ScriptProfile(pads_to=longest))
+                job = replace(executor.job, script=padded)
+                longer, found = _run_with_ops(executor, Candidate(()), "probe-last-length", budget.left_seconds, job)
+                if longer.ok:
+                    baseline, facts = longer, {**found, "pads_to": longest, "grows": grows}
             print_line(growth_line(facts["grows"]))
     try:
         return _checked(executor, script, baseline, facts, key, budget, print_line)
@@ -201,16 +207,6 @@ def probe(
                 f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
             )
         raise
-
-
-def _at_last_length(
-    executor: Executor, script: Script, grows: Sequence[int], budget: StartupDeadline
-) -> tuple[Outcome, dict[str, Any]] | None:
-    """Return the measurement and facts of a run whose forwards are padded to the length of the data; None if it fails."""
-    profile = ScriptProfile(pads_to=grows[-1])
-    job = replace(executor.job, script=replace(script, profile=profile))
-    outcome, facts = _run_with_ops(executor, Candidate(()), "probe-last-length", budget.left_seconds, job)
-    return (outcome, {**facts, "pads_to": grows[-1], "grows": grows}) if outcome.ok else None
 
 
 def _stored(path: Path, key: str, script: Script) -> tuple[dict[str, Any], Outcome | None, Outcome | None] | None:
@@ -233,12 +229,15 @@ def _checked(
     print_line: Callable[[str], None],
 ) -> Probe:
     """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise."""
-    measured = None if baseline.kind.is_oom else baseline
-    ran_out = baseline if measured is None and "micro_batch" in facts else None
-    if measured is None:
+    measured: Outcome | None = baseline
+    ran_out: Outcome | None = None
+    if baseline.kind.is_oom:
         print_line(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
         found = _run_with_least_memory(executor, script, facts, budget)
-        if "micro_batch" not in facts:
+        measured = None
+        if "micro_batch" in facts:
+            ran_out = baseline
+        else:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
     for one in facts.get("largest", {}).values():

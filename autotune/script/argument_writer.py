@@ -176,10 +176,10 @@ def _mentioned(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, Path]]:
 
 def _surely(argv: Sequence[str], index: int, path: Path) -> bool:
     """Check that the word can only name an argument file: a YAML, or a JSON that is not another flag's value."""
-    if path.suffix != ".json":
-        return True
-    flag = argv[index].partition("=")[0] if "=" in argv[index] else argv[index - 1] if index else ""
-    return not flag.startswith("-") or any(word in flag for word in ("config", "args", "deepspeed"))
+    head, equals, _ = argv[index].partition("=")
+    flag = head if equals else argv[index - 1]
+    named = any(word in flag for word in ("config", "args", "deepspeed"))
+    return path.suffix != ".json" or not flag.startswith("-") or named
 
 
 def _are_lines(text: str) -> bool:
