@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -670,7 +670,7 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
     may_be = _may_be(own, wanted, places, (runs.executor.hardware.count, int(facts.get("widest", 1))))
     exact = {place for place in may_be if places[place] in [own[knob] for knob in wanted]}
     sought = " and ".join(f"{_NAMED[knob]} {own[knob]}" for knob in wanted)
-    attempts = _attempts([*may_be], exact)
+    attempts = _attempts(may_be, exact)
     if wanted and not attempts:
         lines.append(f"no flag, variable or value of a file may be its {sought}: none is set")
     for attempt in attempts:
@@ -750,10 +750,15 @@ def _may_be(
     return found
 
 
-def _attempts(places: list[str], exact: Set[str]) -> list[tuple[str, ...]]:
-    """Return the places to change in each run: telling names first, then fewer; variables of other names last."""
-    # a file of data has many
-    order = sorted(places, key=lambda place: (not _OF_A_BATCH.search(place), not place.startswith("-")))
+def _attempts(may_be: Mapping[str, list[str]], exact: Set[str]) -> list[tuple[str, ...]]:
+    """Return the places to change in each run: telling names first, then fewer; variables of other names last.
+
+    Args:
+        may_be: numbers that each place may carry. A file of data has many places. The micro-batch comes first, which is halved.
+        exact: places whose value is no product.
+    """
+    order = sorted(may_be, key=lambda place: MICRO_BATCH not in may_be[place])
+    order.sort(key=lambda place: (not _OF_A_BATCH.search(place), not place.startswith("-")))
     telling = [place for place in order if _OF_A_BATCH.search(place)]
     variables = [place for place in order if place.startswith(VARIABLE) and place not in telling]
     likely = [place for place in order if place not in variables]
