@@ -89,7 +89,7 @@ def test_launch_names_the_studys_batch_and_refuses_another(
 
 
 def trace_of(rows: int) -> TrainingTrace:
-    step = TracedStep(2, 2, rows, 0.5, 1.0, 1.0, 0.1, (1e-4,))
+    step = TracedStep(2, rows, 0.5, 1.0, 1.0, 0.1, (1e-4,))
     return TrainingTrace((step,), stage=1, precision="fp32", accumulation=2)
 
 
