@@ -16,8 +16,8 @@ import pytest
 
 from autotune.problem.training_trace import TrainingTrace
 from autotune.recovery import supervisor
-from autotune.results.console import train_with
-from autotune.results.export import training_arguments, usage_lines, write_export
+from autotune.results.console import train_with, usage_lines
+from autotune.results.export import training_arguments, write_export
 from autotune.script.profile import job_of
 from autotune.search.certificate import Verdict, compare
 from autotune.search.study import StudyStore

@@ -94,7 +94,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the winner as a DeepSpeed, accelerate or FSDP2 config, TrainingArguments or a Slurm batch script."""
-    from autotune.results.export import export_store, exported_json
+    from autotune.results.console import exported_json
+    from autotune.results.export import export_store
     from autotune.results.output_files import secrets_note
     from autotune.search.study import StudyStore
 

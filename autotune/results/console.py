@@ -37,17 +37,26 @@ from autotune.problem.candidate import (
     job_with_candidate,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, weights_bytes
+from autotune.problem.job import Job, Script, weights_bytes
 from autotune.problem.knobs import LEVERS
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
-from autotune.results.export import code_changes, environment_of, lossy_settings, needs_of_loss
+from autotune.results.export import (
+    code_changes,
+    environment_of,
+    exported_record,
+    lossy_settings,
+    needs_of_loss,
+    trainer_flags,
+)
 from autotune.results.tables import WINNER, DataTable, print_line, print_lines
+from autotune.script.argument_files import own_files
 from autotune.script.command_line import framework_of
 from autotune.script.environment import secrets_of
 from autotune.script.profile import growth_line, other_batch
 from autotune.script.recorded import options_to_type
 from autotune.script.script import (
     carries_knob,
+    command,
     command_names_config,
     training_command,
     typed_words,
@@ -653,6 +662,63 @@ def train_with(
     if nodes == 1:
         commands.append((otherwise, plain))
     return HowToTrain(tuple(commands), tuple(hints))
+
+
+def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int | None) -> list[str]:
+    """Return lines that say how to use an exported file. The command of a script's study has its values for the batch."""
+    file, own, job = shlex.quote(str(files[0])), store.job.script, store.job
+    candidate = exported_record(store, trial).candidate
+    flags = shlex.join(trainer_flags(candidate, job, store.hardware.device))
+    script, front = " YOUR_SCRIPT.py ITS_ARGUMENTS", ""
+    below = script if style == "fsdp" else f"{script} {flags}"
+    training = f"deepspeed{script} --deepspeed_config {file}"
+    further = [f"with transformers' Trainer: deepspeed{script} --deepspeed {file} {flags}"]
+    if own is not None:
+        how = how_to_train(store, candidate, files[0])
+        script, further = "", [*how.hints]
+        below = _below_accelerate(own, candidate, style, files) or " YOUR_SCRIPT.py ITS_ARGUMENTS"
+        training = ": ".join(how.commands[-1]).removeprefix("or ").removeprefix("without autotune: ")
+        if variables := variables_for(own, candidate, job.ranks // store.hardware.nodes):
+            front = f"{assignments(masked_data(variables))} "
+        if style == "sbatch" and not command_names_config(own):
+            further.insert(0, f"put {files[1]} where the script has its own config")
+    uses = {
+        "deepspeed": training,
+        "accelerate": f"{front}accelerate launch --config_file {file}{below}",
+        "fsdp": f"{front}accelerate launch --config_file {file}{below}",
+        "hf": f"TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script",
+        "sbatch": f"sbatch {file}{script}",
+    }
+    lines = [f"use: {uses[style]}"]
+    if style == "deepspeed" or own is not None:
+        lines += [f"     {line}" for line in further]
+    remark = store.facts().remark(trial) if trial is not None else ""
+    if remark:
+        lines.append(f"note: trial {trial} cannot win: {remark}")
+    return lines
+
+
+def exported_json(store: StudyStore, files: Sequence[Path], style: str, trial: int | None) -> dict[str, Any]:
+    """Return an export as JSON data."""
+    record = exported_record(store, trial)
+    return {
+        "study": store.name,
+        "trial": record.number,
+        "candidate": record.candidate.as_dict,
+        "files": [*map(str, files)],
+        "lines": usage_lines(style, files, store, trial),
+    }
+
+
+def _below_accelerate(script: Script, candidate: Candidate, style: str, files: Sequence[Path]) -> str:
+    """Return a script's command behind `accelerate launch`, with a space before it; empty if the export lacks a file for it.
+
+    Exports for accelerate have no copies of argument files, and exports for FSDP2 no DeepSpeed config.
+    """
+    config = str(files[1] if style == "accelerate" else files[0])
+    words = command(script, candidate, config)
+    lacks_config = style != "accelerate" and any(config in word for word in words)
+    return "" if lacks_config or own_files(script) else f" {shlex.join(masked_words(words))}"
 
 
 def sync_note(job: Job, stage: int, free_bytes: float) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from autotune._version import __version__
 from autotune.errors import UserError, did_you_mean
-from autotune.masking import masked, masked_data, masked_words, names_secret, shell_text
+from autotune.masking import masked, masked_data, names_secret, shell_text
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -27,18 +27,18 @@ from autotune.problem.candidate import (
     settings_of,
 )
 from autotune.problem.ds_config import value_at
-from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
+from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, under_lightning
 from autotune.problem.knobs import LEVERS, is_off, lossy_of
 from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE, has_expert_modules
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops, may_skip_parameters
 from autotune.results.output_files import check_out, secrets_note, sibling_path
-from autotune.script.argument_files import argument_names, own_files
+from autotune.script.argument_files import argument_names
 from autotune.script.argument_writer import winners_files
 from autotune.script.carriers import carrier_of
 from autotune.script.profile import other_batch
-from autotune.script.script import command, command_names_config, command_sets_all, read_variables, training_command
+from autotune.script.script import command, command_sets_all, read_variables
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -460,64 +460,7 @@ def _config_json(data: dict[str, Any]) -> str:
 # -- of a study ----------------------------------------------------------------------------------------------------------
 
 
-def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int | None) -> list[str]:
-    """Return lines that say how to use an exported file. The command of a script's study has its flags for the batch."""
-    file, own, job = shlex.quote(str(files[0])), store.job.script, store.job
-    candidate = _record(store, trial).candidate
-    flags = shlex.join(trainer_flags(candidate, job, store.hardware.device))
-    script = " YOUR_SCRIPT.py ITS_ARGUMENTS"
-    below = script if style == "fsdp" else f"{script} {flags}"
-    training = f"deepspeed{script} --deepspeed_config {file}"
-    trainers = f"deepspeed{script} --deepspeed {file} {flags}"
-    if own is not None:
-        script = ""
-        below = _below_accelerate(own, candidate, style, files) or " YOUR_SCRIPT.py ITS_ARGUMENTS"
-        words = ["deepspeed", *command(own, candidate, str(files[0]))]
-        if own.program is not None or own.argv[0] == "-m":  # DeepSpeed's launcher would need further options
-            words = training_command(own, candidate, job.ranks // store.hardware.nodes, str(files[0]))
-        training = shlex.join(masked_words(words))
-        if not command_names_config(own):
-            training = f"put {file} where the script has its own config, and train with: {training}"
-    uses = {
-        "deepspeed": training,
-        "accelerate": f"accelerate launch --config_file {file}{below}",
-        "fsdp": f"accelerate launch --config_file {file}{below}",
-        "hf": f"TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script",
-        "sbatch": f"sbatch {file}{script}",
-    }
-    lines = [f"use: {uses[style]}"]
-    if style == "deepspeed" and own is None:
-        lines.append(f"     with transformers' Trainer: {trainers}")
-    remark = store.facts().remark(trial) if trial is not None else ""
-    if remark:
-        lines.append(f"note: trial {trial} cannot win: {remark}")
-    return lines
-
-
-def exported_json(store: StudyStore, files: Sequence[Path], style: str, trial: int | None) -> dict[str, Any]:
-    """Return an export as JSON data."""
-    record = _record(store, trial)
-    return {
-        "study": store.name,
-        "trial": record.number,
-        "candidate": record.candidate.as_dict,
-        "files": [*map(str, files)],
-        "lines": usage_lines(style, files, store, trial),
-    }
-
-
-def _below_accelerate(script: Script, candidate: Candidate, style: str, files: Sequence[Path]) -> str:
-    """Return a script's command behind `accelerate launch`, with a space before it; empty if the export lacks a file for it.
-
-    Exports for accelerate have no copies of argument files, and exports for FSDP2 no DeepSpeed config.
-    """
-    config = str(files[1] if style == "accelerate" else files[0])
-    words = command(script, candidate, config)
-    lacks_config = style != "accelerate" and any(config in word for word in words)
-    return "" if lacks_config or own_files(script) else f" {shlex.join(masked_words(words))}"
-
-
-def _record(store: StudyStore, trial: int | None) -> Record:
+def exported_record(store: StudyStore, trial: int | None) -> Record:
     """Return the winner, or the trial of that number.
 
     Raises:
@@ -549,7 +492,7 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
     if out is not None:
         check_out(out, FORMATS[style], makes_folders=True)
-    record = _record(store, trial)
+    record = exported_record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")
     return export_record(store, record, target, style, record.role == VERIFY)

@@ -10,18 +10,18 @@ import pytest
 import yaml
 
 from autotune import __version__
-from autotune.problem.candidate import ACCUMULATION, Candidate
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import ArgumentFile, Job, Lora, Script, ScriptProfile
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Measurement
+from autotune.results.console import usage_lines
 from autotune.results.export import (
     accelerate_config,
     hf_deepspeed_config,
     meta,
     training_arguments,
     training_changes,
-    usage_lines,
     write_export,
 )
 from autotune.util.interpreter import Interpreter
@@ -393,15 +393,18 @@ def test_an_exports_command_names_only_files_that_it_wrote(tmp_path: Path) -> No
     def said(style: str, script: Script) -> str:
         job, won = make_job(2, script=script), SimpleNamespace(candidate=winner())
         files = write_export(winner(), job, out, {"your_training_must": []}, style=style)
-        store: Any = SimpleNamespace(job=job, hardware=named_hardware("h100", 2), winner=won)
+        known = {"name": "s", "folder": out, "threads": 1, "python": None, "fingerprint": {}, "extensions": None}
+        store: Any = SimpleNamespace(job=job, hardware=named_hardware("h100", 2), winner=won, **known)
         return usage_lines(style, files, store, None)[0]
 
     named, config = of_a_script(tmp_path), tmp_path / "w.accelerate.deepspeed.json"
-    assert said("deepspeed", named) == f"use: deepspeed train.py --deepspeed {out}"
+    assert said("deepspeed", named).endswith(
+        f" OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train.py --deepspeed {out}"
+    )
+    of_variable = dataclasses.replace(named, flags=((MICRO_BATCH, "$BATCH"),))
+    assert said("accelerate", of_variable).startswith("use: BATCH=4 accelerate launch --config_file ")
     assert said("accelerate", named) == f"use: accelerate launch --config_file {out} train.py --deepspeed {config}"
     assert said("fsdp", named).endswith(" YOUR_SCRIPT.py ITS_ARGUMENTS"), "FSDP2 reads no DeepSpeed config"
-    module = dataclasses.replace(named, argv=("-m", "train", *named.argv[1:]))
-    assert said("deepspeed", module).startswith("use: torchrun --nproc-per-node 2 "), "DeepSpeed's starts files"
 
 
 @pytest.mark.parametrize("through_torchrun", [True, False])

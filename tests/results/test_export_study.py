@@ -16,15 +16,8 @@ from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
-from autotune.results.console import train_with
-from autotune.results.export import (
-    FORMATS,
-    environment_of,
-    export_record,
-    export_store,
-    training_arguments,
-    usage_lines,
-)
+from autotune.results.console import train_with, usage_lines
+from autotune.results.export import FORMATS, environment_of, export_record, export_store, training_arguments
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY
 from autotune.workers.jit_ops import FOLDER

@@ -22,8 +22,7 @@ from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space, parse_space
-from autotune.results.console import study_json
-from autotune.results.export import exported_json
+from autotune.results.console import exported_json, study_json
 from autotune.results.plan import WIDTH, Plan, PlanTable, cards_table, comparison_table, knobs_text, show_plan
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
