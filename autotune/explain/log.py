@@ -25,11 +25,14 @@ _PREFIX = re.compile(
 )
 _LINE_WITH_ERROR = re.compile(
     r"error|exception|memory|alloc|kill|abort|fatal|fail|fell|fallen|\bbus\b|space left|watchdog|not equal|NCCL WARN|exit ?code"
-    r"|return code|-[79]\b|signal",
+    r"|return code|-[79]\b|signal|core dumped",
     re.IGNORECASE,
 )
 _NUMBERS = re.compile(r"[\d.]+")
-_RAISED = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")  # the line of an exception, at its start
+# the line of an exception, at its start, or of a rank that crashed outside of Python
+_RAISED = re.compile(
+    r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b|.*(?:return |exit ?)code\W+-(?:4|11)\b|.*\bSIG(?:SEGV|ILL)\b|.*\(core dumped\)"
+)
 _WRAPPED = range(60, 250)  # characters of a line that a terminal may have wrapped
 _NEXT = re.compile(r"\s*$|Traceback|File |\S+(?:Error|Exception|Exit|Interrupt)\b|Killing|[A-Z]+:")
 _KILLED = re.compile(
