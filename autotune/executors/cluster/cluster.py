@@ -410,45 +410,37 @@ def rendezvous_network(
     found = [_addresses(one) for one in surveys]
     if interface is not None:
         for name, addresses in zip(names, found, strict=True):
-            if all(interface != device for device, _ in addresses):
-                known = ", ".join(sorted({device for device, _ in addresses})) or "none"
+            if interface not in (known := dict(addresses)):
                 raise UserError(
-                    f"--interface {interface}: node {name} has no such interface that is up; it has {known}"
+                    f"--interface {interface}: node {name} has no such interface that is up; it has "
+                    f"{', '.join(sorted(known)) or 'none'}"
                 )
-        versions = [{address.version for device, address in addresses if device == interface} for addresses in found]
-        alike = set.intersection(*versions)
-        if not alike:
-            raise UserError(f"--interface {interface}: some nodes have only IPv4 there and others only IPv6")
-        host = next(one for device, one in found[0] if device == interface and one.version == min(alike))
-        return RendezvousNetwork(str(host.ip), (interface,) * len(names))
+        found = [[one for one in addresses if one[0] == interface] for addresses in found]
     reached = surveys[0].get("reached_at") or [""]
     one_machine = len({str(one.get("hostname")) for one in surveys}) == 1
-    first = sorted(found[0], key=lambda known: (known[1].version, str(known[1].ip) != reached[0]))
-    for device, address in first:
-        if address.ip.is_loopback and not one_machine:
-            continue
-        others = [_in_network(addresses, address) for addresses in found[1:]]
-        if all(others):
-            return RendezvousNetwork(str(address.ip), (device, *(other or "" for other in others)))
+    reachable = [one for one in found[0] if one_machine or not one[1].ip.is_loopback]
+    reachable.sort(key=lambda known: (known[1].version, str(known[1].ip) != reached[0]))
+    for device, address in reachable:
+        # Bridges of containers (docker0, cni0) and of virtual machines (virbr0) have the same address on all machines.
+        alike = [
+            [
+                name
+                for name, one in addresses
+                if one.network == address.network and (one_machine or one.ip != address.ip)
+            ]
+            for addresses in found[1:]
+        ]
+        if all(alike):
+            return RendezvousNetwork(str(address.ip), (device, *(devices[0] for devices in alike)))
     everywhere = {address.ip for addresses in found[1:] for _, address in addresses}
-    routed = next((known for known in first if not known[1].ip.is_loopback and known[1].ip not in everywhere), None)
+    routed = next((address.ip for _, address in reachable if address.ip not in everywhere), None)
     if routed is None:
         raise UserError(
             f"node {names[0]} has no address at which the other nodes could reach it: give --interface NAME"
         )
     # the nodes are in different networks with a router between them, so each library chooses its interface
-    return RendezvousNetwork(str(routed[1].ip), ("",) * len(names))
+    return RendezvousNetwork(str(routed), (interface or "",) * len(names))
 
 
 def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, _Address]]:
     return [(name, ipaddress.ip_interface(f"{address}/{bits}")) for name, address, bits in survey["addresses"]]
-
-
-def _in_network(known: list[tuple[str, _Address]], other: _Address) -> str | None:
-    """Return the interface in the network of an address.
-
-    An interface with the identical address is skipped: bridges of containers (docker0, cni0) and of virtual machines
-    (virbr0) have the same address on all machines.
-    """
-    alike = ((device, address) for device, address in known if address.network == other.network)
-    return next((device for device, address in alike if address.ip != other.ip or address.ip.is_loopback), None)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from autotune.errors import UserError
 from autotune.executors.cluster.agent import addresses
 from autotune.executors.cluster.cluster import rendezvous_network
 from autotune.rank.base import Rendezvous
@@ -57,8 +56,8 @@ def test_an_interface_of_which_nodes_have_unlike_addresses() -> None:
     alone = only_six(six("ib0", "fd00::3"))
     assert rendezvous_network(["a", "b"], [four, both], "ib0").host == "10.0.0.1"
     assert rendezvous_network(["a", "b"], [both, alone], "ib0").host == "fd00::2"
-    with pytest.raises(UserError, match="--interface ib0: some nodes have only IPv4 there and others only IPv6"):
-        rendezvous_network(["a", "b"], [four, alone], "ib0")
+    between = [four, at(("ib0", "10.0.1.1", ADMIN))]
+    assert rendezvous_network(["a", "b"], between, "ib0").interfaces == ("ib0", "ib0"), "with a router in between"
 
 
 def test_what_a_machine_says_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
