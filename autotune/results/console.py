@@ -271,29 +271,33 @@ def make_observer(console: Console, quiet: bool) -> PlainObserver:
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
     """Build a table of every trial with its result or reason; trials that cannot win are dimmed."""
     table = DataTable(box=None, pad_edge=False, header_style="bold")
-    for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
-        table.add_column(
-            heading, overflow="fold", justify="right" if heading in ("#", "samples/s", "step", "peak") else "left"
-        )
+    for heading in ("#>", "candidate", "outcome", "samples/s>", "step>", "peak>", "why tried / what happened"):
+        table.add_column(heading.rstrip(">"), overflow="fold", justify="right" if heading.endswith(">") else "left")
     for record in records:
         outcome = record.outcome
         if outcome is None:
             table.add_row(str(record.number), str(record.candidate), "running", "", "", "", record.note)
             continue
-        measured = outcome.measurement
-        peak = measured.peak_bytes if measured else outcome.peak_bytes
-        kind = f"{outcome.kind.word} ({record.role})" if record.role in (VERIFY, RESUME) else outcome.kind.word
-        remark = facts.remark(record.number)
-        mark = ", winner" if facts.winner is not None and record.number == facts.winner.number else ""
-        told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
+        speed, step, peak = "", "", outcome.peak_bytes
+        remark, told = facts.remark(record.number), outcome_line(outcome)
+        if measured := outcome.measurement:
+            speed, step = f"{measured.samples_per_second:.4g}", format_duration(measured.step_seconds)
+            peak = measured.peak_bytes
+        if measured or outcome.ok:
+            told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
+        kind, style = outcome.kind.word, "dim" if remark else _STYLE[outcome.kind]
+        if record.role in (VERIFY, RESUME):
+            kind += f" ({record.role})"
+        if facts.winner is not None and record.number == facts.winner.number:
+            kind += ", winner"
         table.add_row(
             str(record.number),
             Text(str(record.candidate), style="dim" if remark else ""),
-            Text(f"{kind}{mark}", style="dim" if remark else _STYLE[outcome.kind]),
-            f"{measured.samples_per_second:.4g}" if measured else "",
-            format_duration(measured.step_seconds) if measured else "",
+            Text(kind, style=style),
+            speed,
+            step,
             format_bytes(peak) if peak else "",
-            told if measured or outcome.ok else outcome_line(outcome),
+            told,
         )
     return table
 

@@ -76,30 +76,34 @@ def _trial(record: Record, facts: StudyFacts, hardware: Hardware) -> Trial:
     if outcome is None:
         return Trial(record.number, label, knobs, record.role, Status.RUNNING, "running", why=record.note)
     measured = outcome.measurement
-    what_happened = (outcome.evidence if outcome.kind.is_oom else outcome.reason) or outcome.reason
-    return Trial(
-        number=record.number,
-        label=label,
-        knobs=knobs,
-        role=record.role,
-        status=_status(outcome, hardware),
-        kind=outcome.kind.word,
-        phase="" if measured else outcome.phase.value,
+    trial = Trial(
+        record.number,
+        label,
+        knobs,
+        record.role,
+        _status(outcome, hardware),
+        outcome.kind.word,
         rank=outcome.rank,
-        samples_per_second=measured.samples_per_second if measured else None,
-        tokens_per_second=measured.tokens_per_second if measured else None,
-        step_seconds=measured.step_seconds if measured else None,
-        spread=measured.step_seconds_spread / measured.step_seconds if measured else None,
-        peak_bytes=measured.peak_bytes if measured else outcome.peak_bytes,
         missing_bytes=outcome.missing_bytes,
         capacity_bytes=outcome.device_capacity_bytes,
-        retries=measured.alloc_retries if measured else 0,
         seconds=outcome.seconds,
         why=shortened(record.note, MOST_TEXT),
-        happened="" if measured or outcome.ok else shortened(what_happened, MOST_TEXT),
-        log="" if measured else outcome.log or "",
         remark=facts.remark(record.number),
     )
+    if measured is not None:
+        return dataclasses.replace(
+            trial,
+            samples_per_second=measured.samples_per_second,
+            tokens_per_second=measured.tokens_per_second,
+            step_seconds=measured.step_seconds,
+            spread=measured.step_seconds_spread / measured.step_seconds,
+            peak_bytes=measured.peak_bytes,
+            retries=measured.alloc_retries,
+        )
+    what_happened = (outcome.kind.is_oom and outcome.evidence) or outcome.reason
+    happened = "" if outcome.ok else shortened(what_happened, MOST_TEXT)
+    log, phase = outcome.log or "", outcome.phase.value
+    return dataclasses.replace(trial, phase=phase, peak_bytes=outcome.peak_bytes, happened=happened, log=log)
 
 
 def _searched_speeds(records: Sequence[Record]) -> dict[Candidate, float]:
