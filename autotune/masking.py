@@ -65,6 +65,10 @@ def _is_value(value: str) -> bool:
     return bool(value) and not _PLAIN.fullmatch(value) and not _PLACEHOLDER.fullmatch(value.rstrip(".,:;)"))
 
 
+def _is_secret(name: str, value: str) -> bool:
+    return names_secret(name) and _is_value(value)
+
+
 def _telling(value: str) -> bool:
     """Check that a value is specific enough to be masked in any text: `step` and `2048` are not."""
     if value.isalpha() and value.isascii():
@@ -114,7 +118,7 @@ def learn_data(data: Any, name: str = "") -> None:
         for one in data:
             learn_data(one, name)
     elif isinstance(data, str):
-        if names_secret(name) and _is_value(data):
+        if _is_secret(name, data):
             learn(data)
         for value in _in_urls(data):
             learn(value)
@@ -198,22 +202,18 @@ def without_secrets(text: str, url: str) -> str:
 
 
 def _named(found: re.Match[str]) -> str:
-    if not names_secret(found[1]) or not _is_value(found[3]):
-        return found[0]
-    return f"{found[1]}{found[2]}{MASK}"
+    return f"{found[1]}{found[2]}{MASK}" if _is_secret(found[1], found[3]) else found[0]
 
 
 def _quoted(found: re.Match[str]) -> str:
-    if not names_secret(found[3]) or not _is_value(found[6] if found[5] else found[4]):
+    if not _is_secret(found[3], found[6] or found[4]):
         return found[0]
     mark = found[5] or '"'
     return f"{found[1]}{mark}{MASK}{mark}"
 
 
 def _on_a_line(found: re.Match[str]) -> str:
-    if not names_secret(found[2]) or not _is_value(found[3].strip("'\"")):
-        return found[0]
-    return f'{found[1]}"{MASK}"'
+    return f'{found[1]}"{MASK}"' if _is_secret(found[2], found[3].strip("'\"")) else found[0]
 
 
 def masked_values(text: str) -> str:
@@ -264,11 +264,11 @@ def secret_parts(words: Sequence[str]) -> list[tuple[str, str, str | None]]:
         name, is_assigned, value = word.partition("=")
         plain = re.fullmatch(r"(?:--?|\+{1,2})?[A-Za-z_][\w.-]*", name) is not None
         header = _HEADER.fullmatch(value if is_assigned and name.startswith("-") else word)
-        if names_secret(flag) and _is_value(word) and not re.match(r"--?[A-Za-z]", word):
+        if _is_secret(flag, word) and not re.match(r"--?[A-Za-z]", word):
             parts.append(("", flag.lstrip("-"), word))
-        elif is_assigned and plain and names_secret(name) and _is_value(value):
+        elif is_assigned and plain and _is_secret(name, value):
             parts.append((f"{name}=", name.lstrip("-+"), value))
-        elif header is not None and names_secret(header[2]) and _is_value(header[3]):
+        elif header is not None and _is_secret(header[2], header[3]):
             parts.append((word.removesuffix(header[3]), header[2], header[3]))
         elif masked(word) != word:
             parts.append(("", "", word))
@@ -291,18 +291,14 @@ def masked_data(data: Any, name: str = "") -> Any:
     if isinstance(data, Mapping):
         return {key: masked_data(value, str(key)) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        if (
-            len(data) == 2
-            and all(isinstance(one, str) for one in data)
-            and names_secret(data[0])
-            and _is_value(data[1])
-        ):
+        texts = bool(data) and all(isinstance(one, str) for one in data)
+        if texts and len(data) == 2 and _is_secret(*data):
             return [data[0], MASK]  # (name, value) of a variable
-        if data and all(isinstance(one, str) for one in data) and not names_secret(name):
+        if texts and not names_secret(name):
             return masked_words(data)
         return [masked_data(one, name) for one in data]
     if isinstance(data, str):
-        return MASK if names_secret(name) and _is_value(data) else masked(data)
+        return MASK if _is_secret(name, data) else masked(data)
     return MASK if _is_long_number(data) and names_secret(name) else data
 
 
