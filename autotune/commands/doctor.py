@@ -376,16 +376,15 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     if torch is None:
         yield Finding("bad", "torch", errors["torch"], "nothing can be measured", _TRAIN_THERE)
         return
-    trouble = errors.get("context", "")
-    if device == "cuda" and (trouble or not torch["available"]):
-        build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build"
-        seen = f"cannot use GPU 0: {trouble}" if trouble else "finds no GPU, although the driver does"
-        fix = "install the torch wheel whose CUDA version is at most the driver's (first line above)"
-        if trouble and "driver" not in trouble:
-            fix = "end other processes on this GPU, or choose another with CUDA_VISIBLE_DEVICES"
-        yield Finding("bad", "torch", f"{torch['version']}, {build}, {seen}", "no GPU can be tuned", fix)
+    build = f"{torch['version']}, " + (f"CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build")
+    trouble = errors.get("context", "" if torch["available"] else "no GPU, although the driver finds one")
+    if device == "cuda" and trouble:
+        fix = "end other processes on this GPU, or choose another with CUDA_VISIBLE_DEVICES"
+        if "driver" in trouble:
+            fix = "install the torch wheel whose CUDA version is at most the driver's (first line above)"
+        yield Finding("bad", "torch", f"{build}, cannot use GPU 0: {trouble}", "no GPU can be tuned", fix)
     else:
-        yield Finding("good", "torch", f"{torch['version']}" + (f", CUDA {torch['cuda']}" if torch["cuda"] else ""))
+        yield Finding("good", "torch", build)
     if device == "cuda":
         if torch["nccl"]:
             yield Finding("good", "NCCL", ".".join(map(str, torch["nccl"])))
@@ -398,12 +397,9 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     if "versions" in facts:
         versions = facts["versions"]
         found = ", ".join(f"{k} {v}" for k, v in versions.items())
-        unknown = newer({**versions, "torch": torch["version"]})
-        if unknown:
-            cost = f"{'; '.join(unknown)}: predictions are less certain"
-            yield Finding("warn", "libraries", found, cost, "look for a newer autotune")
-        else:
-            yield Finding("good", "libraries", found)
+        yield Finding("good", "libraries", found)
+        for one in newer({**versions, "torch": torch["version"]}):
+            yield Finding("warn", "libraries", one, "predictions are less certain", "look for a newer autotune")
         yield from _known_faults(release(versions["deepspeed"]))
     else:
         yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)

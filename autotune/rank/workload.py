@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from autotune.problem.job import Job
 from autotune.problem.models import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, declared_image_size
@@ -218,13 +219,7 @@ def _masked(job: Job, batch: TensorBatch, generator: torch.Generator) -> TensorB
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Copy a batch's tensors to the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def draw(job: Job, count: int, generator: torch.Generator) -> torch.Tensor:

@@ -450,15 +450,12 @@ def code_legend(*candidates: Candidate) -> str:
     return ", ".join(f"{short}: {knob_words(shown[short])}" for short in ordered)
 
 
-LARGE_BUCKETS = 0.25  # share of a peak; larger reduce buckets are named
-
-
 def own_line(facts: StudyFacts, job: Job) -> str:
     """Compare the winner with the script's own config; empty without a script."""
     own = facts.own
     if own is None or own.outcome is None:
         return ""
-    yours = f"yours ({_briefly(own.candidate)}{_large_buckets(own.candidate, own.outcome, job)})"
+    yours = f"yours ({_briefly(own.candidate)})"
     winner = facts.winner
     measured = facts.winning
     if own.outcome.measurement is None:
@@ -478,28 +475,12 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     return f"{yours}: the winner is {ratio.times:.2f}x yours{gains and f': {gains}'} ({alike}){barred}"
 
 
-def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
-    """Name the reduce buckets of a config if they are a large part of its peak. DeepSpeed's default suits large models."""
-    if outcome.measurement is None:
-        return ""
-    size, peak_bytes = _bucket_bytes(candidate, job), outcome.measurement.peak_bytes
-    if not LARGE_BUCKETS * peak_bytes <= size <= peak_bytes:
-        return ""
-    elements = f"reduce_bucket_size {columns_of([candidate], job).reduce_bucket[0]:.0e}"
-    return f", peak {format_bytes(peak_bytes)}, of which {format_bytes(size)} for buckets of {elements}"
-
-
 def _oom_text(candidate: Candidate, outcome: Outcome, job: Job) -> str:
     """Format an outcome, and the tensor for which memory ran out if it is known."""
     explained = explain_outcome(candidate, outcome, job)
     if not explained:
         return outcome_line(outcome)
     return f"{outcome_line(dataclasses.replace(outcome, missing_bytes=None))}: {explained}"
-
-
-def _bucket_bytes(candidate: Candidate, job: Job) -> int:
-    """Return the bytes of a config's reduce buckets."""
-    return round(float(reduce_bucket_bytes(columns_of([candidate], job), job.element_bytes)[0]))
 
 
 def verdict_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
@@ -814,7 +795,7 @@ def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, job: Job
     # a setup and an optimizer step hold no activations
     has_activations = outcome.measurement is not None or outcome.phase in (Phase.FORWARD, Phase.BACKWARD)
     changes = _open_changes(record.candidate, facts.too_large, hardware.device == "cuda", has_activations)
-    buckets = _bucket_bytes(record.candidate, job)
+    buckets = float(reduce_bucket_bytes(columns_of([record.candidate], job), job.element_bytes)[0])
     if buckets > (missing_bytes(outcome, hardware) or 0):
         changes.insert(0, f"smaller reduce_bucket_size, whose buffers take {format_bytes(buckets)}")
     return [*lines, f"cheapest changes to try: {'; '.join(changes[:5])}"]

@@ -54,7 +54,7 @@ def test_a_library_that_is_missing_or_does_not_match() -> None:
     found = by_name(doctor.judge_libraries(blind, "cuda"))
     assert found["torch"].level == "bad"
     assert "NCCL" not in found
-    assert "finds no GPU" in found["torch"].found
+    assert "no GPU" in found["torch"].found
     assert by_name(doctor.judge_libraries({"errors": {"torch": "no module"}}, "cpu"))["torch"].level == "bad"
     broken = {"errors": {"versions": "no deepspeed"}, "torch": FACTS["torch"]}
     assert by_name(doctor.judge_libraries(broken, "cpu"))["libraries"].level == "bad"
@@ -70,7 +70,7 @@ def test_a_library_that_is_missing_or_does_not_match() -> None:
 def test_a_gpu_that_torch_counts_and_cannot_start_is_no_good_finding(trouble: str, fix: str) -> None:
     facts = {**FACTS, "errors": {**FACTS["errors"], "context": trouble}}
     found = by_name(doctor.judge_libraries(facts, "cuda"))["torch"]
-    assert (found.level, found.found) == ("bad", f"2.13.0, built for CUDA 13.0, cannot use GPU 0: {trouble}")
+    assert (found.level, found.found) == ("bad", f"2.13.0, CUDA 13.0, cannot use GPU 0: {trouble}")
     assert found.fix.startswith(fix)
     assert by_name(doctor.judge_libraries(facts, "cpu"))["torch"].level == "good"
 
@@ -107,7 +107,7 @@ def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
     newer = {**FACTS, "versions": {**FACTS["versions"], "deepspeed": "1.0.0"}}
     found = by_name(doctor.judge_libraries(newer, "cuda"))["libraries"]
     assert (good.level, found.level) == ("good", "warn")
-    assert "1.0.0 is newer" in found.cost
+    assert "1.0.0 is newer" in found.found
     faults = by_name(doctor.judge_libraries(FACTS, "cuda"))["faults of deepspeed 0.19.8"]
     assert faults.found.startswith("stage 0 in fp16; ")
 

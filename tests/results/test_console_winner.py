@@ -146,17 +146,6 @@ def test_a_verdict_is_a_sentence_with_the_codes_below() -> None:
     assert all(part.split(": ")[0] in str(candidate) for part in legend.split(", "))
 
 
-def test_large_reduce_buckets_of_the_users_own_config_are_named() -> None:
-    """A tiny script used 3.36 GiB at stage 1, of which DeepSpeed's default bucket of 5e8 elements in fp32 was 1.86."""
-    made = measured(0, SEARCH, 2, 20.0, AS_IS, peak_mib=3440)
-    own, won = replace(made, candidate=Candidate.of({"zero_stage": 1, MICRO_BATCH: 2})), measured(1, VERIFY, 1, 68.9)
-    named = (
-        "yours (ZeRO-1, micro-batch 2 x 1, peak 3.36 GiB, of which 1.86 GiB for buckets of reduce_bucket_size 5e+08)"
-    )
-    assert verdict(won, [own, won])[0].startswith(named)
-    assert "bucket" not in verdict(won, [replace(own, candidate=make_candidate(1, 2)), won])[0]
-
-
 def test_the_users_own_config_that_ran_out_is_the_first_line() -> None:
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, reason="ran out", missing_bytes=16 * MIB)
     own, won = Record(0, make_candidate(2, 4, 2), out, SEARCH, AS_IS), measured(1, VERIFY, 1, 68.9)
