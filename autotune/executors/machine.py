@@ -145,8 +145,6 @@ class LocalMachine:
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
-_LOADING_SECONDS = 5.0  # seconds; slower loading means that DeepSpeed rebuilds a changed op
-
 
 class Ops:
     """DeepSpeed's ops of one study or training, which are built before a rank needs them.
@@ -163,7 +161,6 @@ class Ops:
         self.failed: dict[str, str] = {}  # reason by builder
         self.folder = ""  # this environment's own folder of ops; empty if TORCH_EXTENSIONS_DIR is set
         self.build_seconds = 0.0
-        self._loading: tuple[float, Message] | None = None  # start time, and the message about it
         self._building_since: float | None = None  # None while nothing is built
 
     @property
@@ -237,38 +234,27 @@ class Ops:
             self.failed[builder] = why
         return bool(answer["fork_safe"]), [name for name in answer["failed"] if name not in failed]
 
-    def _report(self, message: Message | None) -> None:
-        if message is None:
-            if self._loading and time.monotonic() - self._loading[0] > _LOADING_SECONDS:
-                said, self._loading = self._loading[1], None
-                self._announce({**said, "state": "building"})
-        elif message["state"] in ("waiting", "building", "loading"):
-            self._announce(message)
-        else:
-            if self._building_since is not None or message["state"] == "failed":
-                self.build_seconds += message["seconds"]
-            self._loading = self._building_since = None
-            if message.get("built"):
-                self._print_line(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
-
-    def _announce(self, message: Message) -> None:
-        op = op_name(message["op"])
-        if message["state"] == "loading":
-            self._loading = time.monotonic(), message
-            self._show(f"loading DeepSpeed's {op}")
+    def _report(self, message: Message) -> None:
+        op, state, seconds = op_name(message["op"]), message["state"], message.get("seconds", 0.0)
+        if state in ("done", "failed"):
+            built = bool(message.get("built"))  # also while it was loaded, if it was out of date
+            if built or state == "failed" or self._building_since is not None:
+                self.build_seconds += seconds
+            self._building_since = None
+            if built:
+                self._print_line(f"built DeepSpeed's {op} in {format_duration(seconds)}")
             return
-        if message["state"] == "waiting":
-            text = f"waiting for DeepSpeed's {op}: another process builds ops"
-            if message["seconds"]:
-                self._show(f"{text} ({format_duration(message['seconds'])})")
-                return
-        elif message.get("going_on"):
-            text = f"going on with DeepSpeed's {op}, whose build was stopped (outside the budget)"
-        else:
-            text = f"building DeepSpeed's {op} (once for this environment, maybe minutes; outside the budget)"
-        if self._building_since is None:
-            self._building_since = time.monotonic()
-        self._print_line(text)
+        text = {
+            "loading": f"loading DeepSpeed's {op}",
+            "waiting": f"waiting for DeepSpeed's {op}: another process builds ops",
+            "building": f"building DeepSpeed's {op} (once for this environment, maybe minutes; outside the budget)",
+        }[state]
+        if seconds:  # so long has a wait lasted
+            self._show(f"{text} ({format_duration(seconds)})")
+            return
+        if state != "loading":
+            self._building_since = self._building_since or time.monotonic()
+            self._print_line(text)
         self._show(text)
 
     def buildable(self, candidates: Sequence[Candidate], job: Job, device: str) -> tuple[list[Candidate], list[str]]:

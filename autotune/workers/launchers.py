@@ -195,11 +195,11 @@ class ForkLauncher:
         ready = self._await("ready", IMPORT_SECONDS, lambda message: None)
         self.server, self._in_namespace = ready["pid"], ready["contained"]
 
-    def load_ops(self, names: list[str], report: Callable[[Message | None], None]) -> Message:
+    def load_ops(self, names: list[str], report: Callable[[Message], None]) -> Message:
         """Make the server load the ops of these builders for all later ranks, with minutes of building if it is not contained.
 
         Args:
-            report: called with progress per op, see `autotune.workers.jit_ops.ProgressCallback`, or with None if nothing is new.
+            report: called with progress per op, see `autotune.workers.jit_ops.ProgressCallback`.
 
         Returns:
             `failed`: builder -> reason, such as `jit_ops.NOT_BUILT`; `folder`: location of the ops; `fork_safe`: True if the
@@ -212,12 +212,12 @@ class ForkLauncher:
         self._channel.send("ops", names=names, build=not self.contained)
         return self._await("ops", _BUILDING_SECONDS, report)
 
-    def _await(self, verb: str, seconds: float, report: Callable[[Message | None], None]) -> Message:
-        """Return the server's message of this verb; call `report` with earlier ones, and with None while there are none."""
+    def _await(self, verb: str, seconds: float, report: Callable[[Message], None]) -> Message:
+        """Return the server's message of this verb; call `report` with earlier ones."""
         until, self._busy = time.monotonic() + seconds, True
         while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != verb:
-            report(message)
             if message is not None:
+                report(message)
                 until = time.monotonic() + seconds
             elif self._channel.closed:
                 self.close()
