@@ -32,6 +32,7 @@ _NUMBERS = re.compile(r"[\d.]+")
 # the line of an exception, at its start, or of a rank that crashed outside of Python
 _RAISED = re.compile(
     r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b|.*(?:return |exit ?)code\W+-(?:4|11)\b|.*\bSIG(?:SEGV|ILL)\b|.*\(core dumped\)"
+    r"|Fatal Python error: (?:Seg|Ill)"
 )
 _WRAPPED = range(60, 250)  # characters of a line that a terminal may have wrapped
 _NEXT = re.compile(r"\s*$|Traceback|File |\S+(?:Error|Exception|Exit|Interrupt)\b|Killing|[A-Z]+:")
