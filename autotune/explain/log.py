@@ -16,7 +16,7 @@ _FRAME = re.compile(r'File "([^"\n]+)", line \d+, in (\S+)')
 _PLACE = re.compile(r"([^\s\"]{1,300}\.py):\s*(\d+),?\s+in\s+([\w.<>]+)")
 _CODE = re.compile(r"^(?:│ *\d+ │.*|  +\d+ .*|│? *(?:❱|-+>) *\d+(.*))$", re.MULTILINE)
 _LINE = re.compile(
-    r"^$|.{1,9999}", re.MULTILINE
+    r"^$|^.{0,99}Error: *\n+.{1,999}|.{1,9999}", re.MULTILINE
 )  # a hundred patterns search each line, so a longer one is cut into several
 # prefixes of launchers, loggers and Ray: `[rank0]:`, `(Worker pid=7)`, `node1:`, a time, a level
 _PREFIX = re.compile(
@@ -90,7 +90,7 @@ def _precedence(failure: LoggedFailure) -> tuple[bool, ...]:
 
 
 def _failure_at(lines: list[str], at: int) -> LoggedFailure | None:
-    line = lines[at].strip()
+    line = " ".join(lines[at].split())
     pairs = itertools.pairwise(lines[at : at + _STACK_LINES])
     wrapped = itertools.takewhile(lambda pair: len(pair[0]) in _WRAPPED and not _NEXT.match(pair[1]), pairs)
     message = " ".join([line, *(one.strip() for _, one in wrapped)])
