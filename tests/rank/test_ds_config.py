@@ -83,5 +83,3 @@ def test_a_scripts_fused_adam_is_built_where_its_config_asks_for_it(
     for script in (named, handed):
         ops = needed_ops([make_candidate()], unknown_job(script, detect("cpu", 2)), "cuda")
         assert ("FusedAdamBuilder" in ops) == fused
-    unknown = unknown_job(Script(("train.py",), str(tmp_path)), detect("cpu", 2))
-    assert "FusedAdamBuilder" in needed_ops([make_candidate()], unknown, "cuda"), "only its code knows"

@@ -212,7 +212,7 @@ def test_references_that_cannot_be_measured_take_no_time_from_the_search(
 
 
 def trace(loss: float) -> TrainingTrace:
-    step = TracedStep(1, 1, 4, 1.0, loss, loss, 1e-5, (1e-5,))
+    step = TracedStep(1, 4, 1.0, loss, loss, 1e-5, (1e-5,))
     return TrainingTrace((step,) * 5, 0, "fp32", 1, initial=(1.0,))
 
 

@@ -65,17 +65,10 @@ def load_twice(folder: str, known: bool, spread: bool) -> dict[str, Any]:
     loaded = TinyBuilder("tiny").load(verbose=False)
     told = [name for _, name in watcher.seen]
     library = place / "tiny.so"
-    library.write_bytes(b"a library" * 100)
+    library.touch()
     OpBuilder._loaded_ops.clear()
     TinyBuilder("tiny").load(verbose=False)
     assert len(watcher.seen) == len(told), "it is built"
-    library.write_bytes(b"")
-    os.utime(library, (0, 0))
-    OpBuilder._loaded_ops.clear()
-    TinyBuilder("tiny").load(verbose=False)
-    assert not library.exists(), "it was all that a power cut had left"
-    assert [name for _, name in watcher.seen] == told * 2
-    library.touch()
     return {
         "left": left,
         "loaded": loaded,
