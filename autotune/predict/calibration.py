@@ -36,16 +36,14 @@ class Posterior:
     covariance: Floats  # (constants, constants)
     noise: float  # standard deviation of one observation, in the residual's unit
 
-    def spread(self, jacobian: Floats) -> Floats:
-        """Return (n,) standard deviations of predictions that the constants cause.
+    def variance(self, jacobian: Floats) -> Floats:
+        """Return (n,) variances of predictions that the constants cause.
 
         `jacobian` (n, constants) has the derivatives of the predictions.
         """
-        square = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
-        return np.asarray(np.sqrt(np.maximum(square, 0.0)))
+        return np.asarray(np.maximum(np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian), 0.0))
 
 
-_BLOCK = 1024  # points per block, so that its arrays stay in a processor's cache
 SETTLED = 1e-4  # largest step at convergence; constants are logarithms or shares, so smaller changes decide nothing
 
 
@@ -69,12 +67,11 @@ def fit(
         residuals: (..., observations) at constants (..., constants); a censored residual is zero if it agrees.
         noise: expected standard deviation of one residual before any observation; it counts for `_NOISE_WEIGHT` of them.
     """
-    mean = np.array([prior.mean for prior in priors])
-    precision = np.diag([1 / prior.sigma**2 for prior in priors])
-    prior_mean = mean
+    mean = prior_mean = np.array([prior.mean for prior in priors])
+    variances: Floats = np.array([prior.sigma**2 for prior in priors])
     if residuals is None:
-        return Posterior(mean, np.linalg.inv(precision), noise)
-    hessian = precision
+        return Posterior(mean, np.asarray(np.diag(variances)), noise)
+    hessian = precision = np.diag(1 / variances)
     for _ in range(rounds):
         r = residuals(mean)
         jacobian = jacobian_of(residuals, mean)
@@ -90,55 +87,7 @@ def fit(
     r = residuals(mean)
     # Residuals that the fit could not explain widen every interval, outliers included.
     wide = np.sqrt((_NOISE_WEIGHT * noise**2 + float(np.sum(r**2))) / (_NOISE_WEIGHT + len(r)))
-    return Posterior(mean, np.linalg.inv(hessian), float(max(wide, 0.5 * noise)))
-
-
-@dataclass
-class Neighbours:
-    """Kriging of the fit's residuals: similar points share what the fit leaves unexplained.
-
-    A point close to measured ones takes over their residual and their certainty. A point far from all keeps the fit's value
-    and its noise.
-    """
-
-    at: Floats  # (seen, features)
-    weights: Floats  # (seen,)
-    inverse: Floats  # (seen, seen)
-    amplitude: float
-
-    @classmethod
-    def of(cls, at: Floats, residuals: Floats, amplitude: float, repeat: float) -> Neighbours:
-        """Build from residuals.
-
-        Args:
-            at: (seen, features) points that were measured.
-            residuals: (seen,).
-            amplitude: standard deviation of the unexplained part.
-            repeat: standard deviation of the same point measured twice.
-        """
-        kernel = amplitude**2 * _closeness(at, at) + np.diag(np.full(len(at), repeat**2))
-        inverse: Floats = np.asarray(np.linalg.inv(kernel), dtype=np.float64)
-        return cls(at, inverse @ residuals, inverse, amplitude)
-
-    def shift(self, points: Floats) -> tuple[Floats, Floats]:
-        """Return (expected residual, its standard deviation) at every point (n, features)."""
-        shift, spread = np.empty(len(points)), np.empty(len(points))
-        for block in range(0, len(points), _BLOCK):
-            rows = slice(block, block + _BLOCK)
-            near = _closeness(points[rows], self.at)
-            near *= self.amplitude**2
-            shift[rows] = near @ self.weights
-            spread[rows] = self.amplitude**2 - np.einsum("ij,ij->i", near @ self.inverse, near)
-        return shift, np.sqrt(np.maximum(spread, 0.0))
-
-
-def _closeness(a: Floats, b: Floats) -> Floats:
-    """Return (len(a), len(b)) similarities: 1 for equal points, falling with the square of their distance."""
-    square = a @ b.T
-    square -= 0.5 * (a**2).sum(1)[:, None]
-    square -= 0.5 * (b**2).sum(1)[None, :]
-    np.minimum(square, 0.0, out=square)
-    return np.asarray(np.exp(square, out=square))
+    return Posterior(mean, np.asarray(np.linalg.inv(hessian), dtype=np.float64), float(max(wide, 0.5 * noise)))
 
 
 # -- constants ---------------------------------------------------------------------------------------------------------
@@ -149,7 +98,6 @@ def _closeness(a: Floats, b: Floats) -> Floats:
 # one GPU, for rows of the stated length: half are within 3 to 4 %.
 MEMORY_NOISE = 0.05
 TIME_NOISE = 0.08  # in the logarithm of a step's seconds
-REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # in logarithms; the same candidate measured twice
 UNTRACED = 3.0  # factor on the intervals of a model that could not be traced
 # Share of gradients, states, buffers and gathered parameters, if ZeRO or FSDP shards them. Versions and frameworks
 # differ in how often they copy these, and in when they free the copies. Frozen weights and activations are as certain
@@ -199,7 +147,6 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # host and version; their centres and ranges are at `step_time.OPERATOR_SECONDS`.
 TIME = {
     "products": Prior(np.log(1 / 0.86), 0.07),
-    "tail": Prior(np.log(1.4), 0.5),
     "moved": Prior(np.log(1 / 0.95), 0.12),
     "starts": Prior(0.0, 0.3),
     "hooks": Prior(0.0, 0.25),
@@ -218,7 +165,7 @@ _KNOWN_RING = Prior(
 )  # `comm`, if the self-test measured an all-reduce, which takes `reduce` as long
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
 _OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
-_OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
+_OF_THE_CARD = ("products", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # CPU ranks, in logarithms. `machine`: its rates together may be several times the assumed ones. `stageN`: how much
 # longer a step takes than predicted once stage 0 is measured, as ZeRO's hooks and copies into buckets cost a larger
@@ -248,7 +195,6 @@ QUIRKS = {
     "compiled": 0.15,
     "adapted": 0.05,
     "packed": 0.1,
-    "nodes": 0.03,
 }
 
 

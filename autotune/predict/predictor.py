@@ -18,8 +18,6 @@ from autotune.predict.calibration import (
     MEMORY_CONSTANTS,
     MEMORY_NOISE,
     QUIRKS,
-    REPEAT_MEMORY,
-    REPEAT_TIME,
     SHARDED,
     STUCK,
     STUCK_UNEVEN,
@@ -27,8 +25,6 @@ from autotune.predict.calibration import (
     TIME_NOISE,
     UNREAD_STATES,
     UNTRACED,
-    Neighbours,
-    Posterior,
     Prior,
     coverage_factors,
     fit,
@@ -49,14 +45,14 @@ from autotune.predict.features import (
     unknown_newer,
 )
 from autotune.predict.step_time import (
-    LARGEST_OF_LOSS,
-    StepSeconds,
+    DeviceRates,
     StepWork,
     dense_shape,
     fsdp_settings,
     host_limit_bytes,
-    spend,
+    seconds,
     step_work,
+    whole,
 )
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
@@ -72,6 +68,7 @@ from autotune.predict.zero_memory import (
     SEGMENTS,
     WEIGHTS,
     MemoryEstimate,
+    Terms,
     estimate_memory,
     optimizer_of_trials,
     unread_keys,
@@ -85,8 +82,6 @@ from autotune.util.units import GIB, MIB
 
 __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Table"]
 
-# Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
-_LATEST = slice(-128, None)
 _MOST_OBSERVATIONS = 512  # latest ones; the constants are known by then
 
 
@@ -119,6 +114,7 @@ class Predictor:
         self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced, *, widened: bool = False
     ) -> None:
         self.job, self.hardware, self.tracer, self.widened = job, hardware, tracer, widened
+        self._rates = DeviceRates.of(hardware, job)
         self.trace = trace
         self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
         # reason for each way of making the model that cannot be built
@@ -144,8 +140,6 @@ class Predictor:
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
         # priors before any measurement on this machine
         self._time = fit(self._time_priors, None, noise=self._time_noise)
-        self._memory_near: Neighbours | None = None
-        self._time_near: Neighbours | None = None
 
     # -- calibration -------------------------------------------------------------------------------------------------
 
@@ -159,13 +153,6 @@ class Predictor:
         if ran and candidate.offloaded:
             self._host_seen[candidate] = outcome
         self._stale = True
-
-    def of_constants(self) -> Predictor:
-        """Return a predictor with the calibration so far, which corrects no prediction by measured neighbours."""
-        self.calibrate()
-        found = copy.copy(self)
-        found._memory_near = found._time_near = None
-        return found
 
     def for_torch_alone(self) -> Predictor:
         """Return a predictor for the job without DeepSpeed, with this one's traces and calibration so far."""
@@ -229,11 +216,6 @@ class Predictor:
             return np.asarray(off)
 
         self._memory = fit(self._with_measured_overhead(outcomes), residuals, noise=self._memory_noise)
-        off = -residuals(self._memory.mean)
-        told = measured | (off > 0)  # an OOM that was not predicted is informative, too
-        self._memory_near = Neighbours.of(
-            prepared.features[told][_LATEST], off[told][_LATEST], self._memory.noise, REPEAT_MEMORY
-        )
 
     def _lacked(self, ran_out: Outcome) -> float:
         """Return the bytes that were not enough."""
@@ -256,13 +238,6 @@ class Predictor:
             return np.asarray(np.where(bounded, np.minimum(off, 0.0), off))
 
         self._time = fit(self._time_priors, residuals, noise=self._time_noise)
-        slower = -residuals(self._time.mean)
-        told = ~bounded | (slower > 0)  # a bound that the prediction keeps is no evidence
-        if not told.any():
-            return
-        self._time_near = Neighbours.of(
-            prepared.features[told][_LATEST], slower[told][_LATEST], self._time.noise, REPEAT_TIME
-        )
 
     # -- prediction --------------------------------------------------------------------------------------------------
 
@@ -289,7 +264,7 @@ class Predictor:
 
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
-        return Prepared.of(self.job, self.hardware, trace, candidates, guessed=guessed)
+        return Prepared.of(self.job, self.hardware.device, trace, candidates, guessed=guessed)
 
     def buildable(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
         """Return the candidates whose model can be built, and a line for each way of building it that is left out.
@@ -328,36 +303,32 @@ class Predictor:
     def prepared_table(self, prepared: Prepared) -> Table:
         """Predict prepared candidates, using all observations so far."""
         self.calibrate()
-        peak, peak_sigma, allocated, allocated_sigma, needed = self._memory_table(prepared)
-        log_step = self._log_step(prepared, self._time.mean)
-        rates = jacobian_of(lambda many: self._log_spent(prepared, many), self._time.mean[: len(TIME)])
-        by_constants = np.hstack([rates, prepared.quirks])
-        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
-        log_step = log_step + shift
-        c = prepared.columns
-        rows = c.micro_batch * c.accumulation * self.job.data_ranks
-        samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
-        host_bytes = prepared.memory.host * float(np.exp(self._host.mean[0]))
-        if self.widened and not self._seen:
-            of_peak, of_step = coverage_factors(self.job, self.hardware, c)
-            peak_sigma, allocated_sigma = of_peak * peak_sigma, of_peak * allocated_sigma
-            log_sigma = of_step * log_sigma
-        sizes = (peak, peak_sigma, allocated, allocated_sigma, needed)
-        return Table(*sizes, host_bytes, np.exp(log_step), log_sigma, samples)
-
-    def _memory_table(self, prepared: Prepared) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Return (peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
-        mean = self._memory.mean
+        c, mean = prepared.columns, self._memory.mean
         at = peaks(prepared, self.hardware, mean)
-        found: list[Floats] = []
-        for size, by_constants in zip((at.shown, at.allocated), slopes(prepared, self.hardware, mean), strict=True):
-            doubt, relative = prepared.doubt / size, by_constants / size[:, None]
-            shift, sigma = _corrected(self._memory, relative, self._memory_near, prepared.features, doubt)
-            found += [size * (1 + shift), sigma * size]
-        peak, needed = found[0], at.needed * (1 + shift)
-        card = float(self.hardware.capacity_bytes)
-        peak = np.maximum(np.where(needed <= card, np.minimum(peak, card), peak), needed)
-        return peak, found[1], found[2], found[3], needed
+        by_shown, by_allocated = slopes(prepared, self.hardware, mean)
+        widening = self._widening(c)[0]
+        peak_sigma, allocated_sigma = (
+            widening * np.sqrt(self._memory.variance(slope) + prepared.doubt**2 + (self._memory.noise * size) ** 2)
+            for size, slope in ((at.shown, by_shown), (at.allocated, by_allocated))
+        )
+        step = np.exp(self._log_step(prepared, self._time.mean))
+        rows = c.micro_batch * c.accumulation * self.job.data_ranks
+        samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / step
+        host_bytes = prepared.memory.host * float(np.exp(self._host.mean[0]))
+        return Table(at.shown, peak_sigma, at.allocated, allocated_sigma, at.needed, host_bytes, step, samples)
+
+    def step_sigma(self, prepared: Prepared) -> Floats:
+        """Return (n,) standard deviations of the logarithms of steps."""
+        slope = jacobian_of(lambda many: self._log_step(prepared, many), self._time.mean)
+        return np.asarray(
+            self._widening(prepared.columns)[1] * np.sqrt(self._time.variance(slope) + self._time.noise**2)
+        )
+
+    def _widening(self, c: Columns) -> tuple[Floats, Floats]:
+        """Return (n,) factors each on the intervals of peaks and of steps."""
+        if self.widened and not self._seen:
+            return coverage_factors(self.job, self.hardware, c)
+        return np.ones(len(c)), np.ones(len(c))
 
     def margins(self, table: Table) -> Floats:
         """Return each candidate's expected distance below the device's ceiling, in standard deviations.
@@ -400,26 +371,21 @@ class Predictor:
             table,
             self.margins(table),
             self._memory.mean,
-            self._spent(prepared, self._time.mean),
+            self._seconds(prepared, self._time.mean),
+            self.step_sigma(prepared),
         )
         return [
             breakdowns.of(candidate, i, self._trace(_way(self.job, candidate), candidate).exact)
             for i, candidate in enumerate(candidates)
         ]
 
-    def _spent(self, p: Prepared, constants: Floats) -> StepSeconds:
-        return spend(p.work, p.columns, rate_factors(constants))
-
-    def _log_spent(self, p: Prepared, constants: Floats) -> Floats:
-        """Return (m, n) logarithms of a step's seconds without quirks, at constants (m, constants).
-
-        The constants vary in turn, so that the arrays of many candidates stay in the processor's cache.
-        """
-        return np.vstack([np.log(self._spent(p, k).step) for k in constants])
+    def _seconds(self, p: Prepared, constants: Floats) -> dict[str, Floats]:
+        return seconds(p.work, p.columns, self._rates, rate_factors(constants))
 
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
-        return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
+        step = whole(self._seconds(p, constants))
+        return np.asarray(np.log(step) + constants[..., len(TIME) :] @ p.quirks.T)
 
 
 def rate_factors(constants: Floats) -> dict[str, Floats]:
@@ -433,20 +399,6 @@ def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...
     """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
     own = {ATTENTION: job.attention, LIGER: job.liger, LOSS: job.loss}
     return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
-
-
-def _corrected(
-    posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats, doubt: Floats | float = 0.0
-) -> tuple[Floats, Floats]:
-    """Return (shift, standard deviation) of predictions.
-
-    Sources are the constants, measured neighbours and `doubt`, which no constant covers.
-    """
-    by_constants = np.hypot(posterior.spread(jacobian), doubt)
-    if near is None:
-        return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)
-    shift, unexplained = near.shift(features)
-    return shift, np.hypot(np.minimum(by_constants, by_constants * unexplained / near.amplitude + 0.01), unexplained)
 
 
 # -- prediction --------------------------------------------------------------------------------------------------------
@@ -499,7 +451,6 @@ class Table:
     needed: Floats  # bytes of the card
     host_bytes: Floats  # of a rank
     step: Floats
-    step_sigma: Floats  # in the logarithm
     samples: Floats  # per second, all ranks together
 
     @property
@@ -518,20 +469,21 @@ class _Breakdowns:
     table: Table
     margins: Floats  # standard deviations, from `Predictor.margins`
     constants: Floats  # memory constants, in the order of MEMORY_CONSTANTS
-    spent: StepSeconds
+    seconds: dict[str, Floats]  # of a step by part, before corrections
+    step_sigma: Floats  # in the logarithm
 
     def __post_init__(self) -> None:
         self._moments = moments(self.prepared, self.hardware, self.constants)
-        self._slower = self.table.step / self.spent.step
+        self._slower = self.table.step / whole(self.seconds)
 
     def of(self, candidate: Candidate, i: int, exact: bool) -> Prediction:
         """Return the prediction of the candidate at index `i`; `exact`: its model was traced."""
         table, estimate = self.table, self.prepared.memory
         at = int(self._moments[:, i].argmax())
-        time = self._time(i)
+        time = {part: float(size[i] * self._slower[i]) for part, size in self.seconds.items()}
         peak, sigma, needed = float(table.peak[i]), float(table.peak_sigma[i]), float(table.needed[i])
         allocated, host, margin = float(table.allocated[i]), float(estimate.host[i]), float(self.margins[i])
-        step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
+        step, spread = float(table.step[i]), float(np.exp(SIGMAS * self.step_sigma[i]))
         low, high = _interval(peak, sigma)
         # NVML shows at most the card's capacity, unless more may be needed.
         high = max(min(high, float(self.hardware.capacity_bytes)), needed + SIGMAS * sigma, peak)
@@ -550,7 +502,7 @@ class _Breakdowns:
             step_interval=(step / spread, step * spread),
             time=time,
             samples_per_second=float(table.samples[i]),
-            binding=self._binding(needed, host * self.ranks / self.hardware.nodes, time, i),
+            binding=self._binding(needed, host * self.ranks / self.hardware.nodes, time),
             fits=margin >= 0,
             chance=0.5 * math.erfc(-margin / math.sqrt(2)),
             exact=exact,
@@ -587,23 +539,15 @@ class _Breakdowns:
         forward = max(activations[j] for j, name in enumerate(names) if name == "forward")
         return names[at] == "forward" or (names[at] == "backward" and activations[at] >= 0.9 * forward)
 
-    def _time(self, i: int) -> dict[str, float]:
-        """Return seconds by cause, scaled to the step that the table predicts."""
-        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload", "loop")
-        return {name: float(getattr(self.spent, name)[i]) * self._slower[i] for name in causes}
-
-    def _binding(self, needed: float, host_of_all: float, time: dict[str, float], i: int) -> str:
+    def _binding(self, needed: float, host_of_all: float, time: dict[str, float]) -> str:
         """Return the limit of the candidate: memory that it exceeds, or the cause that takes most of its step."""
         if needed > self.hardware.ceiling_bytes:
             return "device memory"
         if host_of_all > host_limit_bytes(self.hardware):
             return "host memory"
-        launches, moved = float(self.spent.launch_bound[i]), float(self.spent.moved_share[i])
-        compute = time["forward"] + time["backward"] + time["recompute"]
         causes = {
-            "kernel launches": compute * launches,
-            "memory bandwidth": compute * moved * (1 - launches),
-            "computation": compute * (1 - moved) * (1 - launches),
+            "computation": time["forward"] + time["backward"] + time["recompute"],
+            "kernel launches": time["host"],
             "communication": time["communication"],
             "optimizer": time["optimizer"],
             "offload": time["offload"],
@@ -619,50 +563,34 @@ def _interval(size: float, sigma: float) -> tuple[float, float]:
 # -- prepared features -------------------------------------------------------------------------------------------------
 
 
-_PER_CANDIDATE = ("quirks", "features", "doubt", "uneven", "loss")  # plain arrays of a Prepared
+_PER_CANDIDATE = ("quirks", "doubt", "uneven", "loss")  # plain arrays of a Prepared
 
 
 @dataclass
 class Prepared:
-    """The parts of many predictions that do not depend on the calibration; one entry or row per candidate, in their order."""
+    """Parts of predictions without calibration and rates; one entry or row per candidate, in their order."""
 
     columns: Columns
     memory: MemoryEstimate
     work: StepWork
     quirks: Floats  # (n, quirks)
-    features: Floats  # (n, features)
     doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
     uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
     loss: Floats  # (n,) bytes of logits and loss while both exist; 0 if the loss is computed in chunks
-    trace: Trace | None = None  # of all candidates; None if they differ
-    parts: tuple[tuple[Prepared, list[int]], ...] = ()  # if they differ: each trace's candidates, and their indices
 
     @classmethod
     def of(
-        cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
+        cls, job: Job, device: str, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
         """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
         alone = fsdp_settings(job.model.config, float(sum(trace.every_size))) if job.torch_alone else {}
         c = columns_of(candidates, job, installed_deepspeed(job.interpreter), alone)
-        b = estimate_memory(job, trace, c, hardware.device)
-        uneven, spread = uneven_shares(job, c, b.terms[ACTIVATIONS].max(axis=0))
-        doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
-        features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
-        work = step_work(job, hardware, trace, c, loss)
-        return cls(c, b, work, quirks_of(c, hardware.nodes), features, doubt, uneven, loss, trace)
-
-    def on(self, job: Job, hardware: Hardware) -> Prepared:
-        """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
-        if self.trace is None:
-            return Prepared.joined([(part.on(job, hardware), at) for part, at in self.parts])
-        return dataclasses.replace(
-            self,
-            work=step_work(job, hardware, self.trace, self.columns, self.loss),
-            quirks=quirks_of(self.columns, hardware.nodes),
-            features=_features(self.columns, job, hardware, self.trace),
-        )
+        b = estimate_memory(job, trace, c, device, loss)
+        uneven, spread = uneven_shares(job, c, b.terms[ACTIVATIONS].max(axis=0))
+        doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
+        return cls(c, b, step_work(job, trace, c, device, loss), quirks_of(c), doubt, uneven, loss)
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Prepared, list[int]]]) -> Prepared:
@@ -670,49 +598,24 @@ class Prepared:
         order = np.argsort(np.concatenate([np.array(at) for _, at in parts]))
         made = [part for part, _ in parts]
 
-        def beside(whole: list[Any], names: Sequence[str]) -> dict[str, Any]:
-            return {name: np.concatenate([getattr(one, name) for one in whole])[order] for name in names}
+        def beside(whole: Sequence[Any]) -> dict[str, Any]:
+            return {name: np.concatenate([vars(one)[name] for one in whole])[order] for name in vars(whole[0])}
 
-        def joined(whole: list[Any]) -> Any:
-            kind = type(whole[0])
-            return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
-
-        memories = [part.memory for part in made]
-        moments = tuple(name for one in memories for name in one.moments)  # each part has its own moments
-        terms = {name: [one.terms[name] for one in memories] for name in memories[0].terms}
         return cls(
-            joined([part.columns for part in made]),
-            MemoryEstimate(moments, {name: _diagonal(sizes)[..., order] for name, sizes in terms.items()}),
-            joined([part.work for part in made]),
-            **beside(made, _PER_CANDIDATE),
-            parts=tuple(parts),
+            Columns(**beside([part.columns for part in made])),
+            MemoryEstimate.joined([part.memory for part in made], order),
+            StepWork(**beside([part.work for part in made])),
+            **{name: np.concatenate([getattr(part, name) for part in made])[order] for name in _PER_CANDIDATE},
         )
 
     def rows(self, chosen: Flags | Places) -> Prepared:
         """Select the candidates where `chosen` is true, or at these indices."""
-        terms = {name: size[..., chosen] for name, size in self.memory.terms.items()}
         return Prepared(
             self.columns.only(chosen),
-            MemoryEstimate(self.memory.moments, terms),
+            self.memory.only(chosen),
             StepWork(**{name: value[chosen] for name, value in vars(self.work).items()}),
             **{name: getattr(self, name)[chosen] for name in _PER_CANDIDATE},
         )
-
-
-def _features(c: Columns, job: Job, hardware: Hardware, trace: Trace) -> Floats:
-    return np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(c), 1))])
-
-
-def _diagonal(tables: list[Floats]) -> Floats:
-    """Build one table with these along its diagonal and zeros elsewhere; join rows end to end."""
-    if tables[0].ndim == 1:
-        return np.concatenate(tables)
-    found = np.zeros((sum(len(one) for one in tables), sum(one.shape[1] for one in tables)))
-    row = column = 0
-    for one in tables:
-        found[row : row + len(one), column : column + one.shape[1]] = one
-        row, column = row + len(one), column + one.shape[1]
-    return found
 
 
 def doubt_of(
@@ -723,7 +626,9 @@ def doubt_of(
     Sources are keys that no formula reads, states shared among ranks, guessed traces, and batches of many lengths. The order
     of such batches decides what they leave behind; `uneven` is its deviation as a share of activations.
     """
-    unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
+    dotted = [tuple(knob for knob in candidate.knobs if "." in knob[0]) for candidate in candidates]
+    unread_by = {knobs: bool(unread_knobs(Candidate(knobs))) for knobs in set(dotted)}
+    unread = np.array([unread_by[knobs] for knobs in dotted], dtype=bool)
     terms = b.terms
     of_states = np.where(unread, UNREAD_STATES * b.resident(), 0.0)
     shared = b.resident() - terms[WEIGHTS] + (terms[BUCKET] + terms[GATHERED] + terms[COPIES]).max(axis=0)
@@ -732,7 +637,7 @@ def doubt_of(
     return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
 
 
-def quirks_of(c: Columns, nodes: int) -> Floats:
+def quirks_of(c: Columns) -> Floats:
     """Return (n, quirks): the extent to which each of `calibration.QUIRKS` applies to each candidate, in their order."""
     zero = c.stage > 0
     columns = {
@@ -751,48 +656,8 @@ def quirks_of(c: Columns, nodes: int) -> Floats:
         "compiled": c.compiled,
         "adapted": c.lora > 0,
         "packed": c.packed,
-        "nodes": np.full(len(c), np.log2(nodes)),
     }
     rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
-    return np.asarray(rows.T)
-
-
-def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
-    """Return (job features,): their distance measures the similarity of two jobs and machines.
-
-    They are equal within a study and change no distance there.
-    """
-    elements = max(sum(trace.parameters) + trace.frozen, 1)
-    sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
-    facts = hardware.gpu_facts
-    card = 1.5 * np.log2(facts.tflops) if facts else 0.0
-    return np.array(
-        [*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * optimizer_of_trials(job).state_bytes]
-    )
-
-
-def features_of(c: Columns) -> Floats:
-    """Return (n, features): the distance between two rows measures the similarity of two candidates."""
-    zero = c.stage > 0
-    columns = [
-        *(1.5 * (c.stage == stage) for stage in range(4)),
-        c.checkpointing,
-        1.5 * (c.offload_optimizer > 0),
-        1.5 * (c.offload_param > 0),
-        0.7 * c.overlap * zero,
-        0.4 * c.contiguous * zero,
-        0.5 * np.log2(c.micro_batch),
-        0.3 * np.log2(c.accumulation),
-        np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0),
-        np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
-        3.0 * c.attention,
-        1.5 * c.compiled,
-        1.5 * (c.lora > 0),
-        0.2 * np.log2(1 + c.lora),
-        1.5 * c.packed,
-        1.5 * c.liger,
-    ]
-    rows: Floats = np.array(columns, dtype=np.float64)
     return np.asarray(rows.T)
 
 
@@ -885,58 +750,49 @@ class PredictedPeaks:
     shown: Floats  # by NVML
 
 
-def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return (allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants).
+def _moments(p: Prepared, terms: Terms, device: str, constants: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return (allocated, cached, free segments) in bytes at constants (..., constants).
 
-    `uneven` is cached, too, in whole segments that only shorter batches use.
+    The shape of each is (..., *shape of a passing term). Free segments are cached, too, and can be given back.
     """
-    k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
-    terms = p.memory.terms
-    held = k["scale"] * k["states"] * p.memory.resident()
-    if hardware.device == "cpu":  # host and device share their memory
+    axes = [None] * terms[ACTIVATIONS].ndim
+    k = {name: constants[(..., i, *axes)] for i, name in enumerate(MEMORY_CONSTANTS)}
+    held = k["scale"] * k["states"] * sum(terms[name] for name in RESIDENT)
+    if device == "cpu":  # host and device share their memory
         held = held + terms[HOST]
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
     passing = k["buckets"] * terms[BUCKET] + k["gathered"] * terms[GATHERED] + k["temporaries"] * terms[COPIES]
     passing = k["scale"] * (passing + factor * terms[ACTIVATIONS])
     cached = k["cached"] * passing
-    if hardware.device != "cuda":
-        return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
-    # The allocator never merges free blocks of different segments, unless they are expandable: a step's flat tensors that are
-    # larger than every free block of the loss take segments that the passes cannot use.
-    passes = np.array([float(name in ("forward", "backward")) for name in p.memory.moments])[:, None]
-    blocks = np.array([terms[name] for name in SEGMENTS]) * (1 - p.columns.expandable)
-    segments = k["segments"] * passes * np.where(blocks > LARGEST_OF_LOSS * p.loss, blocks, 0.0).sum(axis=0)
-    whole = k["uneven"] * factor * p.uneven * terms[ACTIVATIONS] + segments
-    kept = cached + terms[HOLES_LEFT]
-    return np.asarray(held + passing), np.asarray(kept), np.asarray(k["scale"] * whole)
+    if device == "cuda":
+        cached = cached + terms[HOLES_LEFT]
+    free = k["uneven"] * factor * p.uneven * terms[ACTIVATIONS] + k["segments"] * terms[SEGMENTS]
+    return np.asarray(held + passing), np.asarray(cached), np.asarray((device == "cuda") * k["scale"] * free)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
     """Return (..., moments, n) bytes that NVML would show on a card of unlimited memory, at constants (..., constants)."""
-    allocated, cached, whole = _moments(p, hardware, constants)
-    return np.asarray(allocated + cached + whole + GIB * constants[..., 0, None, None])
+    shown = np.sum(_moments(p, p.memory.terms, hardware.device, constants), axis=0)
+    return np.asarray(shown + GIB * constants[..., 0, None, None])
 
 
 def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> PredictedPeaks:
     """Return the peaks at constants (..., constants)."""
-    allocated, cached, whole = _moments(p, hardware, constants)
+    allocated, cached, free = _moments(p, p.memory.terms, hardware.device, constants)
     overhead = GIB * constants[..., 0, None]
-    needed = (allocated + STUCK * cached + STUCK_UNEVEN * whole).max(axis=-2) + overhead
-    shown = (allocated + cached + whole).max(axis=-2) + overhead
+    needed = (allocated + STUCK * cached + STUCK_UNEVEN * free).max(axis=-2) + overhead
+    shown = (allocated + cached + free).max(axis=-2) + overhead
     shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
     return PredictedPeaks(allocated.max(axis=-2), needed, shown)
 
 
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
-    """Return (n, constants) derivatives by the constants, of two predictions.
+    """Return (n, constants) derivatives by the constants, of two predictions at the moments of their peaks.
 
     The predictions are NVML's bytes on a card of unlimited memory, and the bytes that torch allocates.
     """
-
-    def both(constants: Floats) -> Floats:
-        allocated, cached, whole = _moments(p, hardware, constants)
-        shown = (allocated + cached + whole).max(axis=-2) + GIB * constants[0]
-        return np.hstack([shown, allocated.max(axis=-2)])
-
-    found = jacobian_of(lambda many: np.vstack([both(one) for one in many]), constants)
-    return found[: len(p.columns)], found[len(p.columns) :]
+    allocated, cached, free = _moments(p, p.memory.terms, hardware.device, constants)
+    of_shown, of_allocated = (p.memory.at(size.argmax(axis=0)) for size in (allocated + cached + free, allocated))
+    by_shown = jacobian_of(lambda many: np.sum(_moments(p, of_shown, hardware.device, many), axis=0), constants)
+    by_shown[:, 0] = GIB
+    return by_shown, jacobian_of(lambda many: _moments(p, of_allocated, hardware.device, many)[0], constants)

@@ -11,9 +11,9 @@ import numpy as np
 from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import (
+    LARGEST_OF_LOSS,
     NF4_BYTES,
     kept_at_turn,
-    muon_sizes,
     optimizer_of_trials,
     persistent,
     quantized_sizes,
@@ -21,17 +21,7 @@ from autotune.predict.zero_memory import (
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.models import (
-    CAUSAL,
-    DECODED,
-    IMAGE_TEXT,
-    MASKED,
-    SEQ2SEQ,
-    attention_heads,
-    declared_image_size,
-    has_expert_modules,
-    text_config,
-)
+from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, declared_image_size, text_config
 from autotune.util.units import GIB, MIB
 
 # DeviceRates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
@@ -41,8 +31,6 @@ CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # glibc maps each block of more than 32 MiB again (mallopt, M_MMAP_THRESHOLD), and the kernel zeroes each page when it is first
 # touched. A loss of 192 MiB in such blocks took 0.09 s of the kernel's time in a virtual machine (AMD EPYC, pages of 4 KiB).
 MAPPED_BYTES, TOUCHED_GB_PER_S = 32 * MIB, 2.1
-# Share of a loss in its largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
-LARGEST_OF_LOSS = 0.4
 # The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
 # weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
 # ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores of an H100 machine reached 64 GB/s for 3.6e8
@@ -94,62 +82,64 @@ _GRADIENT_BYTES = {0: 18.0, 1: 36.0}
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Peaks of one device; bytes per second in one direction."""
+    """Rates of one rank on a machine, per second; bytes in one direction."""
 
     flops: float
-    memory: float
+    memory: float  # bytes of the device's memory
+    kernels: float  # bytes of the device's memory by pointwise kernels
     link: float
     pcie: float
-    node_link: float  # bytes per second within a node
+    host: float  # bytes of main memory by CPU Adam
+    queues: bool  # the device runs kernels while the host starts others; a CPU rank does both itself
 
     @classmethod
-    def of(cls, hardware: Hardware, precision: str) -> DeviceRates:
-        """Return the rates of a machine's GPUs for a precision, or those of CPU ranks."""
+    def of(cls, hardware: Hardware, job: Job) -> DeviceRates:
+        """Return the rates of a machine's GPUs for the job's precision, or those of CPU ranks."""
         facts = hardware.gpu_facts
+        cores = cores_of(hardware) or np.inf
+        host = min(HOST_MEMORY_GB_PER_S, CORE_GB_PER_S * cores) * 1e9 / hardware.per_node
         if facts is None:  # CPU ranks
             memory, link = CPU_MEMORY_GB_PER_S * 1e9, CPU_LINK_GB_PER_S * 1e9
-            return cls(CPU_TFLOPS * 1e12, memory, link, memory, link)
+            return cls(CPU_TFLOPS * 1e12, memory, memory, link, memory, host, False)
+        precision = {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision)
         in_32_bits = precision == "fp32" or (precision == "bf16" and not facts.bf16)
         flops = facts.fp32_tflops if in_32_bits else facts.tflops
         # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
         ring = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
         link = facts.ring_gb_per_s or ring  # that ring, as measured
-        memory, within = facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9
-        return cls(flops * facts.achievable * 1e12, memory, link * 1e9, facts.pcie_gb_per_s * 1e9, within)
+        memory = facts.memory_gb_per_s
+        kernels = 1 / (1 / memory + 1 / POINTWISE_GB_PER_S)
+        peak = flops * facts.achievable * 1e12
+        return cls(peak, memory * 1e9, kernels * 1e9, link * 1e9, facts.pcie_gb_per_s * 1e9, host, True)
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a candidate's step, in seconds at full rates; one entry per candidate."""
+    """Work of a rank in a candidate's step, on any machine; one entry per candidate."""
 
     forward_share: Floats  # share of products, without recomputation
     recompute_share: Floats
     # Per micro-batch
-    products: Floats
-    tail: Floats  # products per token: the waste of small batches
-    moved: Floats  # operators other than products
-    starts: Floats  # the processor's work to start kernels
-    hooks: Floats  # its work in ZeRO-3's hooks on GPUs
-    exchange_micro: Floats  # between the ranks of a sequence
-    gather_micro: Floats
-    reduce_micro: Floats
-    pcie_micro: Floats
+    products: Floats  # FLOPs
+    moved: Floats  # bytes of operators other than products
+    starts: Floats  # seconds of the host to start kernels
+    hooks: Floats  # its seconds in ZeRO-3's hooks on GPUs
+    gathered: Floats  # bytes over the link
+    reduced: Floats
+    transferred: Floats  # bytes over PCIe
     # Per step
     step_starts: Floats
-    gather_step: Floats
-    reduce_step: Floats
-    pcie_step: Floats
-    optimizer: Floats
-    cpu_adam: Floats
-    nvme: Floats
-    collectives: Floats
-    loop: Floats  # data and the training loop
-    queued: Floats  # share of the passes whose kernels start while earlier ones run; a CPU rank does both itself
+    step_gathered: Floats
+    step_reduced: Floats
+    step_transferred: Floats
+    optimizer: Floats  # bytes of device memory
+    cpu_adam: Floats  # bytes of main memory
+    nvme: Floats  # bytes
+    collectives: Floats  # number
 
 
-def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floats | float = 0.0) -> StepWork:
+def step_work(job: Job, trace: Trace, c: Columns, device: str, loss: Floats | float = 0.0) -> StepWork:
     """Return the work of every candidate; `loss` are the bytes of a micro-batch's logits and loss."""
-    rates = DeviceRates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
 
     def either(of_plain: float, of_again: float) -> Floats:
@@ -158,46 +148,31 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
     rows = c.rows * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
-    per_byte = 1 / rates.memory + (1e-9 / POINTWISE_GB_PER_S if hardware.device == "cuda" else 0.0)
-    moved = (
-        either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
-        + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
-    ) * per_byte
+    (fixed, each), (again_fixed, again_each) = (np.sum(run.moved, axis=0) for run in (plain, again))
+    moved = either(fixed, again_fixed) + either(each, again_each) * rows
     # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
     quantized = quantized_sizes(job, trace)
-    moved = moved + c.passes * sum(quantized) * (NF4_BYTES + job.element_bytes) * per_byte
-    dequantizing = c.passes * len(quantized) * DEQUANTIZING_OPERATORS * OPERATOR_SECONDS
-    fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
-    starts = either(sum(plain.operators), sum(again.operators)) * fused * OPERATOR_SECONDS
-    mapped = (LARGEST_OF_LOSS * loss >= MAPPED_BYTES) & (hardware.device == "cpu")
-    hooks = _hooks(hardware, trace, c)
-    apart = (c.stage == 3) & (hardware.device == "cuda")  # on CPU ranks the stage's own factor covers them
+    moved = moved + c.passes * sum(quantized) * (NF4_BYTES + job.element_bytes)
+    moved = moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0)
+    operators = either(sum(plain.operators), sum(again.operators)) * np.where(c.fused_by_compiling, COMPILED_STARTS, 1)
+    operators = operators + c.passes * len(quantized) * DEQUANTIZING_OPERATORS
+    hooks = _hooks(trace, c, device)
+    apart = (c.stage == 3) & (device == "cuda")  # on CPU ranks the stage's own factor covers them
+    mapped = (LARGEST_OF_LOSS * loss >= MAPPED_BYTES) & (device == "cpu")
+    deepspeeds = device == "cuda" and not job.plain and not job.torch_alone
+    per_tensor, per_part = _OF_DEEPSPEED if deepspeeds else _OF_TORCH
+    step_operators = _STEP_OPERATORS + len(trace.parameters) * np.where(c.stage == 0, per_tensor, per_part)
     return StepWork(
         forward_share=either(_share(forward, whole_pass[0]), _share(forward, whole_pass[1])),
         recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),
-        products=either(*whole_pass) * rows / rates.flops,
-        tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
-        moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0)
-        + np.where(mapped, loss / (TOUCHED_GB_PER_S * 1e9), 0.0),
-        starts=starts + dequantizing + np.where(apart, 0.0, hooks),
+        products=either(*whole_pass) * rows,
+        moved=moved + np.where(mapped, loss * CPU_MEMORY_GB_PER_S / TOUCHED_GB_PER_S, 0.0),
+        starts=operators * OPERATOR_SECONDS + np.where(apart, 0.0, hooks),
         hooks=np.where(apart, hooks, 0.0),
-        step_starts=_step_operators(job, hardware, trace, c) * OPERATOR_SECONDS,
-        loop=c.accumulation * MICRO_SECONDS,
-        queued=_queued(job, hardware, c),
-        exchange_micro=_exchanged(job, hardware, c, rates),
-        **_sent(job, hardware, trace, c, rates),
-        **_stepped(job, hardware, trace, c, rates),
+        step_starts=step_operators * OPERATOR_SECONDS,
+        **_sent(job, trace, c),
+        **_stepped(job, trace, c, deepspeeds),
     )
-
-
-def _queued(job: Job, hardware: Hardware, c: Columns) -> Floats:
-    """Return the share of the passes in which the host starts kernels ahead of the GPU.
-
-    A forward through separate experts waits for the GPU at each of them, to read which tokens chose it (`nonzero`: transformers
-    4.57, modeling_qwen3_moe.py, Qwen3MoeSparseMoeBlock.forward). A backward does not.
-    """
-    waits = has_expert_modules(job.model.config, job.interpreter.version("transformers"))
-    return np.where(waits, 1 / c.passes, 1.0) * float(hardware.device == "cuda")
 
 
 def _share(part: float, whole: float) -> float:
@@ -205,102 +180,55 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
 
 
-def _exchanged(job: Job, hardware: Hardware, c: Columns, rates: DeviceRates) -> Floats:
-    """Return the seconds in which the ranks of a sequence exchange its queries, keys, values and attention's output.
-
-    Each layer does so in forward, in backward, and when it is recomputed (Jacobs et al. 2023, DeepSpeed Ulysses, section 3.2).
-    A rank sends an equal part of its bytes to each rank of its group. Parts for other nodes pass the node's network, which all
-    its ranks share. Attention waits for them, so that nothing hides them.
-    """
-    size, heads = job.sequence_ranks, attention_heads(job.model.config)
-    if size == 1 or heads is None:
-        return np.zeros(len(c))
-    near = min(size, hardware.per_node)
-    network = hardware.network_gb_per_s * 1e9 / hardware.per_node
-    per_byte = (near - 1) / size / rates.node_link + (size - near) / size / network
-    tokens = c.rows * c.tokens * c.passes
-    return np.asarray(heads.layers * heads.exchanged(size) * job.element_bytes * tokens * per_byte)
-
-
-def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
-    """Return the communication between ranks, as fields of Work.
+def _sent(job: Job, trace: Trace, c: Columns) -> dict[str, Floats]:
+    """Return the communication between ranks, as fields of StepWork.
 
     Stages 0 to 2 all-reduce buckets (use_multi_rank_bucket_allreduce), and stages 1 and 2 gather the updated weights. In
     every micro-batch, stage 3 gathers parameters for forward, frozen ones too. It gathers those that it has not kept again
     for backward, and scatters the gradients.
     """
     ranks, width, total = float(job.ranks), job.element_bytes, float(sum(trace.parameters))
-    held = total + trace.frozen
+    held, others = total + trace.frozen, (ranks - 1) / ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
-    others = (ranks - 1) / ranks / rates.link
-    once = others * width * total
-    # Gradients use the dtype in which they are sent. ZeRO++ sends 4 bits (coalesced_collectives.py,
-    # all_to_all_quant_reduce).
-    reduced = others * total * np.where(three & (c.narrow_gradients > 0), 0.5, c.communicated)
-    # Buckets are all-reduced; with that turned off, each part is reduced to its rank.
-    if muon_sizes(job, trace):  # stage 3 all-reduces, too: `reduce_scatter` is off
-        reduced = reduced * np.where(three, 2.0, 1.0)
-    by_rank = (one | two) & (c.multi_rank == 0)
-    to_its_rank = np.where(by_rank, 1.0, 2.0)
-    carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
+    # Gradients use the dtype in which they are sent. Muon's are all-reduced at stage 3, too: `reduce_scatter` is off.
+    scatters = three & (job.optimizer_kind != "muon")
+    reduced = others * total * c.communicated * np.where(scatters, 1.0, 2.0)
     whole = persistent(trace, c)  # gathered after a step, and kept
     again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(c)))
-    # hpZ keeps a second set of parameters in each node, and backward gathers from it.
-    size = c.secondary
-    nearer = np.where(size > 1, (size - 1) / np.maximum(size, 1.0) / rates.node_link, others)
-    fetched = carried * (others * (held - whole) + nearer * again)
     buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
-    buckets = buckets + np.where(by_rank, ranks, 0.0)
     gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
-    gathers = gathers + np.where(one | two, total / ranks / np.maximum(1.0, c.allgather_bucket), 0.0)
     groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
     return {
-        "gather_micro": np.where(three, fetched, 0.0),
-        "gather_step": np.select([one | two, three], [once, others * width * whole], 0.0),
-        "reduce_micro": np.select([two, three], [to_its_rank * reduced, reduced], 0.0),
-        "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, 0.0),
-        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * BUCKET_SECONDS,
+        "gathered": np.where(three, others * width * (held - whole + again), 0.0),
+        "step_gathered": others * width * np.select([one | two, three], [total, whole], 0.0),
+        "reduced": np.where(two | three, reduced, 0.0),
+        "step_reduced": np.where(two | three, 0.0, reduced),
+        "collectives": (buckets + gathers) * (ranks > 1) + groups,
     }
 
 
-def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
-    """Return the optimizer's step and the traffic of offloading, as fields of Work."""
+def _stepped(job: Job, trace: Trace, c: Columns, deepspeeds: bool) -> dict[str, Floats]:
+    """Return the optimizer's step and the traffic of offloading, as fields of StepWork."""
     width, states, total = job.element_bytes, optimizer_of_trials(job).state_bytes, float(sum(trace.parameters))
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
-    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    # share that is offloaded
-    leaves = np.where(out, np.where(three, c.offload_ratio, 1.0), 0.0)
+    parameters_out = three & (c.offload_param > 0)
+    leaves = (c.offload_optimizer > 0) * 1.0
     elements = np.where(c.stage == 0, total, part)
-    low = c.master == 2
     # bytes per element: master and states read and written, gradient read, weight written
-    step_bytes = 2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
-    if hardware.device == "cuda" and not job.plain and not job.torch_alone:  # CPU ranks: `calibration._CPU_QUIRKS`
+    step_bytes = 2 * np.where(c.master == 2, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
+    if deepspeeds:  # CPU ranks: `calibration._CPU_QUIRKS`
         step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
-    cores = cores_of(hardware) or np.inf
-    host_rate = min(HOST_MEMORY_GB_PER_S, CORE_GB_PER_S * cores) * 1e9  # bytes per second of a node's main memory
-    # Muon's FLOPs per element of a matrix: five steps of three products with a side of the model's width (deepspeed 0.19.8,
-    # zero/muon/original_muon.py, `zeropower_via_newtonschulz5`). Its Gram iteration takes fewer.
-    muon_flops = 5 * 3 * 2.0 * (_first(text_config(job.model.config), _HIDDEN) or 0)
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
     return {
-        "pcie_micro": (leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0)) / rates.pcie,
-        "pcie_step": leaves * (width * part + np.where(one, width * part, 0.0)) / rates.pcie,
-        "optimizer": (1 - leaves) * elements * step_bytes / rates.memory
-        + sum(muon_sizes(job, trace)) * muon_flops / np.where(c.stage == 0, 1.0, job.ranks) / rates.flops,
-        "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_rate,
-        "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
-        / (NVME_GB_PER_S * 1e9),
+        "transferred": leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0),
+        "step_transferred": leaves * (width * part + np.where(one, width * part, 0.0)),
+        "optimizer": (1 - leaves) * elements * step_bytes,
+        "cpu_adam": leaves * part * host_bytes,
+        "nvme": (c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held,
     }
-
-
-def _step_operators(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Floats:
-    """Return the operators that the host starts in a step, besides those of its micro-batches."""
-    deepspeeds = hardware.device == "cuda" and not job.plain and not job.torch_alone
-    per_tensor, per_part = _OF_DEEPSPEED if deepspeeds else _OF_TORCH
-    return _STEP_OPERATORS + len(trace.parameters) * np.where(c.stage == 0, per_tensor, per_part)
 
 
 def cores_of(hardware: Hardware) -> int | None:
@@ -316,78 +244,64 @@ def cores_of(hardware: Hardware) -> int | None:
     return min(usable_cpus(), hardware.per_node * threads_per_rank(hardware.per_node))
 
 
-def _hooks(hardware: Hardware, trace: Trace, c: Columns) -> Floats:
+def _hooks(trace: Trace, c: Columns, device: str) -> Floats:
     """Return the processor's seconds in ZeRO's hooks in a micro-batch."""
     tensors = float(len(trace.parameters))
     adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules per adapter
     modules = MODULES_AN_OPERATOR * np.maximum(trace.plain.operators[0] - adapters, 0.0) + adapters
-    seconds = MODULE_SECONDS if hardware.device == "cuda" else CPU_MODULE_SECONDS
+    seconds = MODULE_SECONDS if device == "cuda" else CPU_MODULE_SECONDS
     return np.select([c.stage == 3, c.stage > 0], [modules * c.passes * seconds, tensors * REDUCED_SECONDS], 0.0)
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """Seconds of one optimizer step by cause; one entry per candidate."""
+def seconds(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return the seconds of a step by part, which add up to the step.
 
-    forward: Floats
-    backward: Floats
-    recompute: Floats
-    communication: Floats  # the part that computation does not hide
-    optimizer: Floats
-    offload: Floats
-    loop: Floats  # data, the training loop, and the host's work in the step
-    launch_bound: Floats  # 1 if starting kernels takes longer than running them
-    moved_share: Floats  # share of computation: operators bound by memory bandwidth
-
-    @property
-    def step(self) -> Floats:
-        """Return the seconds of a step: the sum of all parts."""
-        computation = self.forward + self.backward + self.recompute
-        return computation + self.communication + self.optimizer + self.offload + self.loop
-
-
-def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSeconds:
-    """Return the seconds of a step from its work and the constants `k`.
-
-    All constants are factors on the work at full rates, except `hidden`: the share of communication that can overlap
-    computation. Constants of shape (..., 1) give (..., n) seconds.
+    Args:
+        k: factors on the time at full rates, (..., 1) each, from `predictor.rate_factors`; `hidden` is the share of
+            communication that can overlap computation.
     """
-    products = k["products"] * w.products + k["tail"] * w.tail
-    moved = k["moved"] * w.moved
-    starts = k["starts"] * (w.starts + k["hooks"] * w.hooks)
-    gpu = products + moved
-    micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
-    step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
+    device = k["products"] * w.products / rates.flops + k["moved"] * w.moved / rates.kernels
+    host = k["starts"] * (w.starts + k["hooks"] * w.hooks)
+
+    def together(device: Floats) -> Floats:
+        return _larger(device, host) if rates.queues else device + host
+
+    compute = together(device)
+    micro = k["comm"] * (w.gathered + k["reduce"] * w.reduced) / rates.link
+    step = k["comm"] * (w.step_gathered + k["reduce"] * w.step_reduced) / rates.link
     hidden = k["hidden"] * (c.overlap > 0)  # at every stage; otherwise both use one stream
-
-    def started(running: Floats) -> Floats:
-        return w.queued * _larger(running, starts) + (1 - w.queued) * (running + starts)
-
-    compute = started(gpu)
     # The GPU waits for this communication instead of computing. A processor slower than both hides it.
-    waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
-    exposed = (started(gpu + waits) - compute + k["comm"] * w.exchange_micro) * c.accumulation
-    # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
-    exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
-    total = compute * c.accumulation
+    waits = together(device + _exposed(micro, hidden, device)) - compute
     # ZeRO-3 prefetches and sends gradients on its own stream. ZeRO-2 waits for each gradient to add to it.
-    lies_beside = hidden * (c.stage == 3)
-    pcie = k["pcie"] * w.pcie_micro
-    pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
-    # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py).
-    cpu_adam = k["cpu_adam"] * w.cpu_adam
-    cpu_adam = np.maximum(cpu_adam - c.adam_beside * 0.66 * compute, (1 - c.adam_beside) * cpu_adam)
-    return StepSeconds(
-        forward=total * w.forward_share,
-        recompute=total * w.recompute_share,
-        backward=total * (1 - w.forward_share - w.recompute_share),
-        communication=exposed + k["collectives"] * w.collectives,
-        optimizer=k["optimizer"] * w.optimizer,
-        offload=pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme,
-        loop=k["loop"] * w.loop + k["starts"] * w.step_starts,  # the host reads the norm, so nothing hides its work
-        launch_bound=np.where(starts > gpu, 1.0, 0.0),
-        moved_share=moved / np.maximum(gpu, np.finfo(float).tiny),
-    )
+    transfers = _exposed(k["pcie"] * w.transferred / rates.pcie, hidden * (c.stage == 3), compute)
+    total = device * c.accumulation
+    return {
+        "forward": total * w.forward_share,
+        "backward": total * (1 - w.forward_share - w.recompute_share),
+        "recompute": total * w.recompute_share,
+        # that the device does not hide; the host reads the gradients' norm in the step, so nothing hides its work there
+        "host": (compute - device) * c.accumulation + k["starts"] * w.step_starts,
+        # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
+        "communication": waits * c.accumulation
+        + _exposed(step, 0.66 * hidden, compute)
+        + k["collectives"] * w.collectives * BUCKET_SECONDS,
+        "optimizer": k["optimizer"] * w.optimizer / rates.memory,
+        "offload": transfers * c.accumulation
+        + k["pcie"] * w.step_transferred / rates.pcie
+        + k["cpu_adam"] * w.cpu_adam / rates.host
+        + w.nvme / (NVME_GB_PER_S * 1e9),
+        "loop": k["loop"] * c.accumulation * MICRO_SECONDS,
+    }
+
+
+def whole(parts: Mapping[str, Floats]) -> Floats:
+    """Return the seconds of a step from those of its parts."""
+    return np.asarray(sum(parts.values()))
+
+
+def _exposed(part: Floats, share: Floats, beside: Floats) -> Floats:
+    """Return the seconds of `part` of which at most this share is hidden, behind at most this share of `beside`."""
+    return np.maximum(part - share * beside, (1 - share) * part)
 
 
 def _larger(a: Floats, b: Floats) -> Floats:

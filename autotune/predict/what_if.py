@@ -92,7 +92,6 @@ class OtherHardware:
                 return None
             prepared = predictor.prepare(candidates)
             self._prepared.append((job, hardware.device, candidates, prepared))
-        prepared = prepared.on(job, hardware)
         return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))
 
 

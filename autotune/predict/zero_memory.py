@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autotune.predict.features import Columns, Flags, Floats
+from autotune.predict.features import Columns, Flags, Floats, Places
 from autotune.predict.trace_data import FORWARD, Pass, Trace
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate, put
 from autotune.problem.ds_config import in_new_names, value_at
@@ -43,10 +43,13 @@ Terms = dict[str, Floats]
 WEIGHTS, GRADIENTS, MASTERS, STATES = "weights", "gradients", "master weights", "optimizer states"
 BUCKET, GATHERED, COPIES, ACTIVATIONS = "reduce bucket", "gathered parameters", "copies", "activations"
 HOLES_LEFT, HOST = "holes", "host"
-SEGMENTS = ("flat gradients", "cast gradients", "gradient norm")
+SEGMENTS = "segments"
 RESIDENT = (WEIGHTS, GRADIENTS, MASTERS, STATES)  # (n,) each: allocated all the time
 # (moments, n) each; COPIES are the gradients of a pass, and the copies that a step makes
 PASSING = (BUCKET, GATHERED, COPIES, ACTIVATIONS)
+MOMENTS = ("forward", "backward", "step", "init")
+# Share of a loss in its largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
+LARGEST_OF_LOSS = 0.4
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class MemoryEstimate:
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
 
     Args:
-        terms: RESIDENT and PASSING; HOLES_LEFT, SEGMENTS and HOST, (n,): space between frozen partitions, blocks that a step
-            takes at once, main memory.
+        moments: name of each, one of MOMENTS.
+        terms: RESIDENT and PASSING; SEGMENTS, (moments, n): segments that only a step's flat tensors use; HOLES_LEFT and HOST,
+            (n,): space between frozen partitions, main memory.
     """
 
     moments: tuple[str, ...]
@@ -71,6 +75,32 @@ class MemoryEstimate:
     def host(self) -> Floats:
         """Return (n,) bytes of main memory."""
         return self.terms[HOST]
+
+    def only(self, chosen: Flags | Places) -> MemoryEstimate:
+        """Select the candidates where `chosen` is true, or at these indices."""
+        return MemoryEstimate(self.moments, {name: size[..., chosen] for name, size in self.terms.items()})
+
+    def at(self, moments: Places) -> Terms:
+        """Return the terms, (n,) each, of each candidate at one of the moments."""
+        every = np.arange(len(moments))
+        return {name: size[moments, every] if size.ndim > 1 else size for name, size in self.terms.items()}
+
+    @classmethod
+    def joined(cls, parts: Sequence[MemoryEstimate], order: Places) -> MemoryEstimate:
+        """Join candidates with different traces, and reorder them. A part with fewer moments of a name repeats the last."""
+        places = [[np.flatnonzero(np.array(part.moments) == name) for name in MOMENTS] for part in parts]
+        counts = [max(map(len, found)) for found in zip(*places, strict=True)]
+        rows = [
+            np.concatenate([np.pad(at, (0, count - len(at)), "edge") for at, count in zip(found, counts, strict=True)])
+            for found in places
+        ]
+        terms = {}
+        for name, size in parts[0].terms.items():
+            sizes = [part.terms[name] for part in parts]
+            if size.ndim > 1:
+                sizes = [one[at] for one, at in zip(sizes, rows, strict=True)]
+            terms[name] = np.concatenate(sizes, axis=-1)[..., order]
+        return cls(tuple(np.repeat(MOMENTS, counts)), terms)
 
 
 @dataclass(frozen=True)
@@ -237,16 +267,20 @@ def accumulates(c: Columns) -> Flags:
     return np.asarray((c.accumulation > 1) | (c.keeps_gradients > 0))
 
 
-def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> MemoryEstimate:
+def estimate_memory(
+    job: Job, trace: Trace, columns: Columns, device: str = "cpu", loss: Floats | float = 0.0
+) -> MemoryEstimate:
     """Return device and host bytes of every candidate, without CUDA's context, the allocator and communication libraries.
 
-    On "cuda", memory is really pinned, and torch's optimizers allocate their intermediates.
+    On "cuda", memory is really pinned, and torch's optimizers allocate their intermediates. `loss` are the bytes of a
+    micro-batch's logits and loss.
     """
     sizes = Sizes.of(job, trace, device)
     at = Moments.of(trace, sizes.width)
     shape = (len(at.names), len(columns))
     terms: Terms = {name: np.zeros(shape) for name in PASSING}
-    terms |= {name: np.zeros(len(columns)) for name in (*RESIDENT, *SEGMENTS, HOLES_LEFT, HOST)}
+    terms |= {name: np.zeros(len(columns)) for name in (*RESIDENT, HOLES_LEFT, HOST)}
+    terms[SEGMENTS] = np.zeros((3, len(columns)))  # gradients as they are flattened and cast, and their norm
     sums_apart = (columns.stage == 1) & (columns.accumulated != sizes.width) & (columns.offload_optimizer == 0)
     sums_apart &= job.precision == "bf16"
     stages: list[tuple[Callable[..., Terms], Flags]] = [
@@ -260,6 +294,10 @@ def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu
             for name, size in function(sizes, columns.only(mine), at).items():
                 terms[name][..., mine] = size
     terms[ACTIVATIONS] = _activations(job, trace, columns, at)
+    # The allocator never merges free blocks of different segments, unless they are expandable: a step's flat tensors that are
+    # larger than every free block of the loss take segments that the passes cannot use.
+    apart = (terms[SEGMENTS] > LARGEST_OF_LOSS * loss) & (columns.expandable == 0)
+    terms[SEGMENTS] = np.where(apart, terms[SEGMENTS], 0.0).sum(axis=0) * at.at("forward", "backward")
     other = (at.checkpointing != (columns.checkpointing == 1)) & ~np.isnan(at.checkpointing)
     for name in PASSING:
         terms[name][other] = 0.0
@@ -367,7 +405,7 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
         BUCKET: np.where(at.at("step"), adds * one * bucket, in_pass) * ~at.at("init"),
         GATHERED: s.dequantized * at.at("forward", "backward"),
         COPIES: np.maximum(np.where(at.at("step"), step, gradients), kept * ~at.ended) * ~at.at("init"),
-        **dict(zip(SEGMENTS, (stepping * own * s.part, stepping * cast * s.part, stepping * s.norm), strict=True)),
+        SEGMENTS: stepping * np.stack([own * s.part, cast * s.part, s.norm + 0 * cast]),
         HOST: out * _host_of_two(s, c, adds & (c.stage == 2) & ~flat_sum & (c.master == 4)),
     }
 
@@ -411,9 +449,7 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
         GATHERED: several * np.where(at.at("step"), always, passes * np.maximum(turn, at.used)),
         COPIES: np.select([passes, at.at("step")], [np.where(keeps_gradients_contiguous(c), 0.0, first), step], beyond),
         HOLES_LEFT: np.where(c.offload_param > 0, 0.0, holes),
-        **dict(
-            zip(SEGMENTS, (stepping * c.accumulated * group, stepping * cast * group, stepping * s.norm), strict=True)
-        ),
+        SEGMENTS: stepping * np.stack([c.accumulated * group, cast * group, s.norm + 0 * cast]),
         HOST: _host_of_three(s, c, group, 1 - stays),
     }
 

@@ -276,7 +276,7 @@ class Belief:
 
     def table(self) -> Table:
         """Return the predictor's table with its calibrated constants. The belief itself learns what these leave."""
-        table = self.predictor.of_constants().prepared_table(self._prepared)
+        table = self.predictor.prepared_table(self._prepared)
         # an inaccurate predictor may correct a peak to less than zero
         needed = np.nan_to_num(table.needed, nan=float(self.hardware.ceiling_bytes))
         return dataclasses.replace(table, needed=np.maximum(needed, 1.0))

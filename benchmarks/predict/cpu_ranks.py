@@ -48,8 +48,9 @@ def errors(path: Path, slower: float = 1.0) -> tuple[list[Candidate], Any, Any]:
     for candidate in (own[0], own[len(own) // 2], own[-1]):
         predictor.observe(candidate, measured(replay_table, seconds[candidate], candidate))
     others = [candidate for candidate in seconds if candidate.stage > 0]
-    table = predictor.table(others)
-    return others, np.log([seconds[c] for c in others]) - np.log(table.step), table.step_sigma
+    prepared = predictor.prepare(others)
+    predicted = predictor.prepared_table(prepared).step
+    return others, np.log([seconds[c] for c in others]) - np.log(predicted), predictor.step_sigma(prepared)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ import numpy as np
 from autotune.predict.calibration import TIME, TIME_NOISE, fit, time_priors
 from autotune.predict.features import Floats
 from autotune.predict.predictor import Prediction, Predictor
-from autotune.predict.step_time import spend
+from autotune.predict.step_time import whole
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate, job_with_candidate
@@ -249,15 +249,12 @@ def calibrated(cases: Sequence[Case]) -> list[Scored]:
 
 
 def believing(case: Case, memory: Predictor | None, time: Predictor | None) -> Predictor:
-    """Return a predictor of the case with the posteriors of those of other jobs on similar machines.
-
-    The weight of their residuals depends on the similarity of the jobs (`predictor.job_features`).
-    """
+    """Return a predictor of the case with the posteriors of those of other jobs on similar machines."""
     predictor = predictor_of(case)
     if memory:
-        predictor._memory, predictor._memory_near = memory._memory, memory._memory_near
+        predictor._memory = memory._memory
     if time:
-        predictor._time, predictor._time_near = time._time, time._time_near
+        predictor._time = time._time
     return predictor
 
 
@@ -573,13 +570,12 @@ def fitted_rates(cases: Sequence[Case]) -> Floats:
 
 def _residuals(cases: Sequence[Case]) -> Callable[[Floats], Floats]:
     """Return a function from constants to the logarithms of predicted over measured steps."""
-    prepared = [predictor_of(case).prepare([case.candidate]) for case in cases]
+    predictors = list(map(predictor_of, cases))
+    prepared = [one.prepare([case.candidate]) for one, case in zip(predictors, cases, strict=True)]
     measured = np.log([case.value for case in cases])
 
     def off(constants: Floats) -> Floats:
-        k: dict[str, Floats] = {name: np.exp(constants[..., i, None]) for i, name in enumerate(TIME)}
-        k["hidden"] = k["hidden"] / (1 + k["hidden"])
-        steps = [spend(one.work, one.columns, k).step[..., 0] for one in prepared]
+        steps = [whole(one._seconds(of, constants))[..., 0] for one, of in zip(predictors, prepared, strict=True)]
         return np.asarray(np.log(np.stack(steps, axis=-1)) - measured)
 
     return off

@@ -12,7 +12,7 @@ import numpy as np
 from autotune.predict.calibration import Prior, fit
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor, rate_factors
-from autotune.predict.step_time import StepWork, spend, step_work
+from autotune.predict.step_time import StepWork, seconds, step_work, whole
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.gpu_specs import named_gpu
@@ -92,7 +92,7 @@ def published_run(row: dict[str, str]) -> Run:
         float(row["tokens_per_s_per_gpu"]),
         Predictor(job, hardware, trace),
         candidate,
-        step_work(job, hardware, trace, columns_of([candidate], job)),
+        step_work(job, trace, columns_of([candidate], job), "cuda"),
     )
 
 
@@ -105,8 +105,10 @@ def fitted_tokens(runs: list[Run]) -> tuple[Any, dict[str, float]]:
     def log_tokens(constants: Any) -> Any:
         """(..., runs) at the logarithms of the fitted constants, (..., 3)."""
         factors = known | {name: np.exp(constants[..., i, None]) for i, name in enumerate(FITTED)}
-        seconds = [spend(run.work, c, factors).step for run, c in zip(runs, columns, strict=True)]
-        return np.log([run.tokens_a_step for run in runs]) - np.log(np.concatenate(seconds, axis=-1))
+        steps = [
+            whole(seconds(run.work, c, run.predictor._rates, factors)) for run, c in zip(runs, columns, strict=True)
+        ]
+        return np.log([run.tokens_a_step for run in runs]) - np.log(np.concatenate(steps, axis=-1))
 
     priors = [Prior(float(np.log(known[name][0])), 1.0) for name in FITTED]
     best = fit(priors, lambda constants: log_tokens(constants) - measured, noise=0.1, rounds=15).mean

@@ -45,7 +45,7 @@ class Biased(Predictor):
         )
 
 
-SHARES = ("forward_share", "recompute_share", "queued")  # fields of Work that are no seconds
+SHARES = ("forward_share", "recompute_share")  # fields of StepWork that are no seconds
 
 
 def signs(candidates: Sequence[Candidate], salt: tuple[int, ...]) -> Any:
@@ -128,7 +128,6 @@ class Ignorant(Predictor):
             needed=half,
             host_bytes=nothing,
             step=samples,
-            step_sigma=one,
             samples=one,
         )
 

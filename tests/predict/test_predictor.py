@@ -269,8 +269,7 @@ def test_another_card_takes_the_sizes_of_the_first_and_its_own_speeds(replay_tab
     job, candidates = replay_table.job(), sorted(replay_table.rows, key=str)[:200]
     trace = closed_form_trace(job, "a test")
     first, second = (Predictor(job, named_hardware(name, 2), trace) for name in ("h100", "a100-40gb"))
-    other, own = first.prepare(candidates).on(job, second.hardware), second.prepare(candidates)
-    assert other is not None
+    other, own = first.prepare(candidates), second.prepare(candidates)
     for name, column in vars(second.prepared_table(own)).items():
         np.testing.assert_array_equal(getattr(second.prepared_table(other), name), column)
     assert (second.table(candidates).step != first.table(candidates).step).all()

@@ -24,7 +24,7 @@ def test_it_is_never_a_cpu_rank(name: str) -> None:
     job = make_job(ranks=4, precision="bf16", model="llama-3.1-8b", seq_len=2048)
     trace = closed_form_trace(job, "no trace")
     unlisted = dataclasses.replace(KNOWN, facts=None, name=name)
-    assert DeviceRates.of(unlisted, "bf16").flops > 50 * CPU_TFLOPS * 1e12
+    assert DeviceRates.of(unlisted, job).flops > 50 * CPU_TFLOPS * 1e12
     predictors = [Predictor(job, hardware, trace) for hardware in (KNOWN, unlisted)]
     of_known, of_unlisted = (one.predict(make_candidate(stage=3, micro_batch=4)) for one in predictors)
     assert of_known.step_seconds / 10 < of_unlisted.step_seconds < 10 * of_known.step_seconds

@@ -9,15 +9,14 @@ import pytest
 
 from autotune.predict import step_time
 from autotune.predict.calibration import TIME, time_priors
-from autotune.predict.features import columns_of
+from autotune.predict.features import Floats, columns_of
 from autotune.predict.predictor import Predictor, rate_factors
-from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, step_work
+from autotune.predict.step_time import DeviceRates, StepWork, seconds, step_work, whole
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Lora
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
-from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
 from tests.conftest import make_job
 from tests.predict.passes import PASS
@@ -35,7 +34,7 @@ def job_of(ranks: int = 1, **changes: object) -> Job:
 def work_of(knobs: dict, hardware: Hardware, **changes: object) -> StepWork:
     job = job_of(hardware.count, **changes)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    return step_work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
+    return step_work(job, TRACE, columns_of([Candidate.of({**batch, **knobs})], job), hardware.device)
 
 
 def host_seconds(knobs: dict, hardware: Hardware, **changes: object) -> float:
@@ -44,12 +43,12 @@ def host_seconds(knobs: dict, hardware: Hardware, **changes: object) -> float:
     return float(found.starts[0] + found.hooks[0])
 
 
-def spent_of(knobs: dict, hardware: Hardware, **changes: object) -> StepSeconds:
+def seconds_of(knobs: dict, hardware: Hardware, **changes: object) -> dict[str, Floats]:
     job = job_of(hardware.count, **changes)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of({**batch, **knobs})], job)
-    k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    return spend(step_work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
+    k = rate_factors(np.array([prior.mean for prior in TIME.values()]))
+    return seconds(step_work(job, TRACE, c, hardware.device), c, DeviceRates.of(hardware, job), k)
 
 
 def test_large_blocks_of_a_loss_are_touched_anew_on_cpu_ranks() -> None:
@@ -57,19 +56,14 @@ def test_large_blocks_of_a_loss_are_touched_anew_on_cpu_ranks() -> None:
     c = columns_of([Candidate.of({"train_micro_batch_size_per_gpu": 1})], job)
 
     def moved(hardware: Hardware, loss_bytes: float) -> float:
-        return float(step_work(job, hardware, TRACE, c, loss_bytes).moved[0])
+        moved = step_work(job, TRACE, c, hardware.device, loss_bytes).moved[0]
+        return float(moved / DeviceRates.of(hardware, job).kernels)
 
     cpu, gpu = detect("cpu", 1), named_hardware("a100-80gb", 1)
     large = step_time.MAPPED_BYTES / step_time.LARGEST_OF_LOSS
     assert moved(cpu, 0.9 * large) == moved(cpu, 0.0)
     assert moved(cpu, large) - moved(cpu, 0.0) == pytest.approx(large / (1e9 * step_time.TOUCHED_GB_PER_S))
     assert moved(gpu, large) == moved(gpu, 0.0)
-
-
-def test_a_small_batch_still_reads_all_weights() -> None:
-    one = work_of({}, named_hardware("a100", 1))
-    assert one.tail[0] == pytest.approx(3e12 / TOKENS / 2 * 2 / 2039e9)  # a weight of two bytes has two FLOPs a token
-    assert work_of({"train_micro_batch_size_per_gpu": 8}, named_hardware("a100", 1)).tail[0] == one.tail[0]
 
 
 def test_every_operator_is_started_by_the_processor() -> None:
@@ -117,26 +111,38 @@ def test_a_slow_trial_of_zero_3_slows_others_of_zero_3_more_than_zero_0() -> Non
 
 def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
     for hardware, hidden in ((named_hardware("a100", 1), True), (detect("cpu", 1), False)):
-        spent = [spent_of({"zero_stage": stage, "train_micro_batch_size_per_gpu": 64}, hardware) for stage in (0, 3)]
-        computing = [float(one.forward[0] + one.backward[0] + one.recompute[0]) for one in spent]
-        starts = [host_seconds({"zero_stage": stage}, hardware) for stage in (0, 3)]
-        hooks = starts[1] - starts[0]
+        knobs = [{"zero_stage": stage, "train_micro_batch_size_per_gpu": 64} for stage in (0, 3)]
+        waits = [float(seconds_of(one, hardware)["host"][0] - work_of(one, hardware).step_starts[0]) for one in knobs]
+        hooks = host_seconds(knobs[1], hardware) - host_seconds(knobs[0], hardware)
         assert hooks > 0
         if hidden:  # behind products that take longer
-            assert computing[1] - computing[0] < 0.1 * hooks
+            assert abs(waits[1] - waits[0]) < 0.1 * hooks
         else:
-            assert computing[1] - computing[0] == pytest.approx(hooks)
+            assert waits[1] - waits[0] == pytest.approx(hooks)
+
+
+def test_parts_of_a_step_are_positive_and_add_up() -> None:
+    knobs = {"zero_stage": 3, "offload_optimizer": "cpu", "activation_checkpointing": True}
+    parts = seconds_of(knobs, named_hardware("a100", 2))
+    assert whole(parts) == pytest.approx(sum(float(one[0]) for one in parts.values()))
+    assert {name for name, one in parts.items() if one[0] > 0} == set(parts) - {"optimizer"}, "it steps on the host"
 
 
 def test_cpu_adam_follows_the_number_of_cores() -> None:
     """16 cores beside an H100 stepped 1.5e9 parameters in about 0.55 s; two sockets reach the limit of their memory."""
-    out, one = {"zero_stage": 2, "offload_optimizer": "cpu"}, named_hardware("h100", 1)
-    few, many, most = (work_of(out, dataclasses.replace(one, threads=threads)).cpu_adam[0] for threads in (16, 24, 96))
-    assert few == pytest.approx(1.5 * many)
+    one = named_hardware("h100", 1)
+
+    def rate(hardware: Hardware) -> float:
+        return DeviceRates.of(hardware, job_of()).host
+
+    few, many, most = (rate(dataclasses.replace(one, threads=threads)) for threads in (16, 24, 96))
+    assert many == pytest.approx(1.5 * few)
     assert many == pytest.approx(most)
-    assert work_of(out, one).cpu_adam[0] == pytest.approx(most), "unknown cores"
+    assert rate(one) == pytest.approx(most), "unknown cores"
     ranks = detect("cpu", 2)
-    assert work_of(out, dataclasses.replace(ranks, threads=1)).cpu_adam[0] == work_of(out, ranks).cpu_adam[0]
+    assert rate(dataclasses.replace(ranks, threads=1)) == rate(ranks)
+    together, apart = (rate(named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
+    assert apart == pytest.approx(2 * together), "the ranks of a node share its memory"
     known = time_priors(dataclasses.replace(one, threads=16), 1.0)[list(TIME).index("cpu_adam")]
     unknown = time_priors(one, 1.0)[list(TIME).index("cpu_adam")]
     assert known.sigma < unknown.sigma
@@ -145,35 +151,31 @@ def test_cpu_adam_follows_the_number_of_cores() -> None:
 
 def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
     together, apart = (named_hardware("a100", 16, nodes=nodes) for nodes in (1, 2))
-    assert DeviceRates.of(together, "bf16").link == 300e9
-    assert DeviceRates.of(apart, "bf16").link == 200e9  # eight adapters of 200 Gbit/s
+
+    def link(hardware: Hardware) -> float:
+        return DeviceRates.of(hardware, job_of()).link
+
+    assert link(together) == 300e9
+    assert link(apart) == 200e9  # eight adapters of 200 Gbit/s
     slow = apart.with_rates(network_gb_per_s=12.5)
-    near, far, farther = (work_of({"zero_stage": 3}, hardware) for hardware in (together, apart, slow))
-    assert far.gather_micro[0] == pytest.approx(1.5 * near.gather_micro[0])
-    assert farther.gather_micro[0] == pytest.approx(24 * near.gather_micro[0])
+    assert link(slow) == 12.5e9
     measured = slow.with_rates(ring_gb_per_s=2.5)  # by the self-test, which counts more than any assumption
-    assert DeviceRates.of(measured, "bf16").link == 2.5e9
+    assert link(measured) == 2.5e9
     known, assumed = (time_priors(one, 1.0)[list(TIME).index("comm")] for one in (measured, slow))
     assert known.sigma < assumed.sigma
 
 
 def test_zero_3_gathers_frozen_parameters_too() -> None:
-    hardware, job = named_hardware("a100", 4), job_of(4)
+    job = job_of(4)
     batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, REUSE: 0}
     c = columns_of([Candidate.of({**batch, "offload_optimizer": "cpu", "offload_param": "cpu"})], job)
     trained = dataclasses.replace(TRACE, parameters=[10**7])
     adapted = dataclasses.replace(trained, frozen=99 * 10**7)
-    little, all_of_it = (step_work(job, hardware, trace, c) for trace in (trained, adapted))
-    assert all_of_it.gather_micro[0] == pytest.approx(100 * little.gather_micro[0])
-    assert all_of_it.reduce_micro[0] == little.reduce_micro[0]  # only what is trained has gradients
-    assert all_of_it.pcie_micro[0] > 50 * little.pcie_micro[0]
+    little, all_of_it = (step_work(job, trace, c, "cuda") for trace in (trained, adapted))
+    assert all_of_it.gathered[0] == pytest.approx(100 * little.gathered[0])
+    assert all_of_it.reduced[0] == little.reduced[0]  # only what is trained has gradients
+    assert all_of_it.transferred[0] > 50 * little.transferred[0]
     assert all_of_it.cpu_adam[0] == little.cpu_adam[0]
-
-
-def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
-    knobs = {"zero_stage": 2, "offload_optimizer": "cpu"}
-    one, two = (work_of(knobs, named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
-    assert two.cpu_adam[0] == pytest.approx(one.cpu_adam[0] / 2)
 
 
 def test_the_host_of_one_node_holds_what_its_ranks_offload() -> None:
@@ -199,22 +201,7 @@ def test_stage_3_is_less_certain_where_its_hooks_take_the_time() -> None:
 
     def sigma(stage: int, batch: int) -> float:
         knobs = {"zero_stage": stage, "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1}
-        return float(predictor.table([Candidate.of(knobs)]).step_sigma[0])
+        return float(predictor.step_sigma(predictor.prepare([Candidate.of(knobs)]))[0])
 
     assert sigma(3, 1) > sigma(2, 1) + 0.05
     assert sigma(3, 256) == pytest.approx(sigma(2, 256), abs=0.03), "products hide the hooks"
-
-
-def test_the_host_waits_at_each_separate_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers before 5 asks the GPU which tokens chose an expert; a backward does not."""
-    card, knobs = named_hardware("a100", 2), {"zero_stage": 3}
-    checkpointed = {**knobs, "activation_checkpointing": True}
-    assert work_of(checkpointed, card, model="tiny-mixtral").queued[0] == 1.0
-    usual = spent_of(knobs, card)
-    monkeypatch.setattr(type(OWN), "version", lambda self, package: "4.57.1")
-    assert work_of(knobs, card).queued[0] == 1.0, "a dense model"
-    assert work_of(knobs, card, model="tiny-mixtral").queued[0] == 1 / 2
-    assert work_of(checkpointed, card, model="tiny-mixtral").queued[0] == 1 / 3
-    assert work_of(checkpointed, detect("cpu", 2), model="tiny-mixtral").queued[0] == 0.0
-    waits = spent_of(knobs, card, model="tiny-mixtral")
-    assert usual.step[0] < waits.step[0] < 2 * usual.step[0]

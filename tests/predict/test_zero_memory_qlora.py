@@ -18,7 +18,7 @@ from autotune.predict.step_time import DEQUANTIZING_OPERATORS, OPERATOR_SECONDS,
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import NF4_BYTES, estimate_memory, frozen_width, quantized_sizes
-from autotune.problem.hardware import detect, named_hardware
+from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Lora, parse_lora
 from autotune.problem.models import resolve_model
 from autotune.problem.space import fitted, load_space
@@ -93,8 +93,7 @@ def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
     assert math.isclose(
         float((other.terms["gathered parameters"] - one.terms["gathered parameters"]).max()), 2 * max(sizes)
     )
-    a100 = named_hardware("a100-80gb", 2)
-    one_work, other_work = (step_work(job, a100, trace, columns) for job in (plain, quantized))
+    one_work, other_work = (step_work(job, trace, columns, "cuda") for job in (plain, quantized))
     assert one_work.moved[0] < other_work.moved[0] < 2 * one_work.moved[0]
     started = DEQUANTIZING_OPERATORS * OPERATOR_SECONDS * len(sizes)
     assert other_work.starts[0] - one_work.starts[0] == pytest.approx(2 * started)
