@@ -156,7 +156,6 @@ TIME = {
     "pcie": Prior(np.log(1 / 0.7), 0.4),
     "cpu_adam": Prior(1.5, 0.9),
     "optimizer": Prior(np.log(1 / 0.7), 0.3),
-    "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
 _KNOWN_CORES = Prior(np.log(1 / 0.85), 0.35)  # `cpu_adam`, if the number of cores is known
@@ -164,7 +163,7 @@ _KNOWN_RING = Prior(
     np.log(1 / 0.8), 0.2
 )  # `comm`, if the self-test measured an all-reduce, which takes `reduce` as long
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
-_OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
+_OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer")
 _OF_THE_CARD = ("products", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # CPU ranks, in logarithms. `machine`: its rates together may be several times the assumed ones. `stageN`: how much

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
+from autotune.problem.candidate import COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.ds_config import value_at
-from autotune.problem.job import ATTENTIONS, Job, parse_lora
-from autotune.problem.knobs import READ, SUPER_OFFLOAD, Release
+from autotune.problem.job import Job, parse_lora
+from autotune.problem.knobs import READ, Release
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.versions import newer, release
 
@@ -78,10 +78,8 @@ class Columns:
     contiguous: Floats
     overlap: Floats
     prefetch: Floats
-    max_live: Floats
     max_reuse: Floats
     persistence: Floats
-    attention: Floats  # index in ATTENTIONS; -1 for transformers' choice
     compiled: Floats
     lora: Floats  # rank of the adapters; 0 for full training
     packed: Floats
@@ -91,22 +89,11 @@ class Columns:
     communicated: Floats  # bytes per element of gradients that are sent
     master: Floats  # bytes per element of master weights
     state_share: Floats  # size of an optimizer's states relative to 32 bits; plain torch's are as wide as its weights
-    secondary: Floats  # ranks over which hpZ keeps a second set of parameters; 1 for none
-    offload_ratio: Floats  # share of the sub-groups whose states are on the host if the optimizer is offloaded
     pinned_optimizer: Floats
     pinned_param: Floats
-    round_robin: Floats
     own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even if the weight is frozen
-    immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as backward makes it
     early_buckets: Floats  # stages 1 and 2 make their buckets before backward, not with its first gradient
     keeps_gradients: Floats  # gradients are set to zero after a step, and stay allocated
-    allgather_bucket: Floats
-    multi_rank: (
-        Floats  # stages 1 and 2 all-reduce buckets that span several ranks; otherwise each part goes to its rank alone
-    )
-    narrow_weights: Floats  # ZeRO++: parameters travel in 8 bits
-    narrow_gradients: Floats  # ZeRO++: gradients travel in 4 bits
-    adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups during backward (SuperOffload)
     liger: Floats  # Liger's kernels replace parts of the model, if its version knows them
     expandable: Floats  # the allocator's segments can grow, and their free blocks merge
 
@@ -183,7 +170,6 @@ def columns_of(
     low_masters, low_states = (flags(key) * (deepspeed >= _LOW_MASTERS) for key in (low, "bf16.bf16_optimizer_states"))
     packed, expandable = of_job(PACKING, job.packed), of_job(EXPANDABLE)
     tokens = padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len)
-    attentions: list[object] = [None, *ATTENTIONS]
     pins = deepspeed >= PINS_BY_DEFAULT
     return Columns(
         stage=stage,
@@ -198,10 +184,8 @@ def columns_of(
         contiguous=numbers("contiguous_gradients"),
         overlap=overlap,
         prefetch=numbers(zero + "stage3_prefetch_bucket_size"),
-        max_live=numbers(zero + "stage3_max_live_parameters"),
         max_reuse=numbers(zero + "stage3_max_reuse_distance"),
         persistence=numbers(zero + "stage3_param_persistence_threshold"),
-        attention=np.array([float(attentions.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         compiled=of_job(COMPILED, job.compiled),
         lora=_lora_ranks(raws, job),
         packed=packed,
@@ -212,20 +196,11 @@ def columns_of(
         communicated=widths("communication_data_type") if job.sequence_ranks == 1 else widths(SEQUENCE_GRADIENTS, 4.0),
         master=np.where(job.plain, 0.0, np.where(low_masters, 2.0, 4.0)),
         state_share=np.where(job.plain, job.trained_bytes / 4, np.where(low_states, 0.5, 1.0)),
-        secondary=np.maximum(1.0, numbers(zero + "zero_hpz_partition_size", 1.0)),
-        offload_ratio=numbers(zero + "offload_optimizer.ratio", 1.0),
         pinned_optimizer=flags(zero + "offload_optimizer.pin_memory", pins),
         pinned_param=flags(zero + "offload_param.pin_memory", pins),
-        round_robin=flags(zero + "round_robin_gradients"),
         own_linear=flags(zero + "memory_efficient_linear", True),
-        immediate=flags("bf16.immediate_grad_update"),
         early_buckets=np.full(len(raws), float(deepspeed < _BUCKETS_WITH_GRADIENT)),
         keeps_gradients=keeps_gradients.astype(np.float64),
-        allgather_bucket=numbers("allgather_bucket_size"),
-        multi_rank=flags(zero + "use_multi_rank_bucket_allreduce", True),
-        narrow_weights=flags(zero + "zero_quantized_weights"),
-        narrow_gradients=flags(zero + "zero_quantized_gradients"),
-        adam_beside=flags(SUPER_OFFLOAD),
         liger=of_job(LIGER, job.liger),
         expandable=expandable,
     )

@@ -21,11 +21,9 @@ class Counters:
     def __init__(self) -> None:
         self.phase = FORWARD
         self.gradients = 0.0  # bytes of gradients that parameters hold now
-        self.in_use = 0.0  # bytes of parameters that running modules use
         self.base = 0.0  # bytes alive before the run: parameters and buffers
         self.section = 0  # index of the section: before an encoder's end, after it, and its own backward
-        # phase, bytes besides gradients, gradients, in use, section
-        self.events: list[tuple[int, float, float, float, int]] = []
+        self.events: list[tuple[int, float, float, int]] = []  # phase, bytes besides gradients, gradients, section
         self.flops = [0.0, 0.0]
         self.attention = [0.0, 0.0]
         self.moved = [0.0, 0.0]
@@ -53,13 +51,13 @@ class Counters:
         grew, self.last = alive > self.last, alive
         if not grew:
             return
-        self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use, self.section))
+        self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.section))
 
 
 def joined_passes(two: Counters, three: Counters) -> Pass:
     """Join runs with micro-batches of two and three sequences into a Pass, allocation by allocation."""
     events = [np.array(run.events, dtype=float) for run in (two, three)]
-    if events[0].shape != events[1].shape or (events[0][:, [0, 4]] != events[1][:, [0, 4]]).any():
+    if events[0].shape != events[1].shape or (events[0][:, [0, 3]] != events[1][:, [0, 3]]).any():
         events = [_phase_peaks(table) for table in events]
     first, second = events
     slope = second[:, 1] - first[:, 1]
@@ -75,8 +73,7 @@ def joined_passes(two: Counters, three: Counters) -> Pass:
         fixed=list(first[:, 1] - 2 * slope),
         per_sequence=list(slope),
         gradients=list(first[:, 2]),
-        in_use=list(first[:, 3]),
-        section=[int(s) for s in first[:, 4]],
+        section=[int(s) for s in first[:, 3]],
         after_forward=(two.after_forward - 2 * after, after),
         flops=more("flops"),
         attention=more("attention"),
@@ -90,23 +87,27 @@ def _phase_peaks(table: Any) -> Any:
     """Return the highest entry of each phase, for two runs whose allocations do not match one to one."""
     rows = [table[table[:, 0] == phase] for phase in (FORWARD, BACKWARD)]
     highest = np.array([row[(row[:, 1] + row[:, 2]).argmax()] for row in rows])
-    highest[:, 4] = 0.0
+    highest[:, 3] = 0.0
     return highest
 
 
 def add_counter_hooks(model: Any, counters: Counters) -> None:
-    """Hook the model so that the counters track parameters in use, accumulated gradients and the end of an encoder."""
+    """Hook the model so that the counters track accumulated gradients, and in forward what frozen linear layers read."""
 
     def accumulated(parameter: Any) -> None:
         counters.gradients += parameter.nbytes
+
+    def reads(module: Any, args: Any) -> None:
+        if counters.phase == FORWARD:
+            counters.read(args[0])
 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(accumulated)
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if own:
-            _ModuleUse(module, own, counters)
+        # torch's own class, which calls torch.nn.functional.linear
+        if type(module).__name__ == "Linear" and not any(one.requires_grad for one in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(reads)
 
 
 def follow_encoder(encoder: Any, counters: Counters) -> None:
@@ -128,93 +129,6 @@ def follow_encoder(encoder: Any, counters: Counters) -> None:
                 one.register_hook(backward_begins)
 
     encoder.register_forward_hook(forward_ends)
-
-
-class _Passed(torch.autograd.Function):
-    """Pass a tensor through, and call `made` when its gradient is made.
-
-    DeepSpeed's hooks do the same, which separates the gradient of one module from those of other modules that read the
-    tensor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, made: Any) -> Any:
-        ctx.made = made
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.made()
-        return gradients[0], None
-
-
-class _ModuleUse:
-    """Count a module's own parameters as in use while stage 3 keeps them gathered.
-
-    Stage 3 gathers them for the module's forward, and again in backward at the gradient of the output. It releases them when
-    the gradients of the parameters are made, or of the inputs if the parameters are frozen. Source: deepspeed 0.19.8,
-    parameter_offload.py: PreBackwardFunctionForModule and PostBackwardFunctionModule. Parameters that a checkpoint gathers
-    again in backward stay until the module's own backward: `max_reuse_distance` keeps them, and so do the tensors that
-    autograd saved.
-    """
-
-    def __init__(self, module: Any, own: list[Any], counters: Counters) -> None:
-        self._counters = counters
-        self._bytes = sum(parameter.nbytes for parameter in own)
-        trained = [parameter for parameter in own if parameter.requires_grad]
-        self._trained = len(trained)
-        self._awaited = 0  # gradients that backward has yet to make
-        self._inputs = 0  # tensors whose gradients the backward of a frozen module makes
-        self._expected = False  # backward will run, and will release
-        self._gathered = False
-        if not trained:
-            module.register_forward_pre_hook(self._watch_inputs)
-        module.register_forward_pre_hook(self._gather)
-        module.register_forward_hook(self._end_forward)
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._made_gradient)
-
-    def _gather(self, *_: Any) -> None:
-        if not self._gathered:
-            self._gathered = True
-            self._counters.in_use += self._bytes
-
-    def _release(self) -> None:
-        if self._gathered:
-            self._gathered = False
-            self._counters.in_use -= self._bytes
-
-    def _watch_inputs(self, module: Any, args: Any) -> Any:
-        if self._counters.phase != FORWARD:
-            return None
-        wanted = [getattr(one, "requires_grad", False) for one in args]
-        self._inputs = sum(wanted)
-        if type(module).__name__ == "Linear":  # torch's own class, which calls torch.nn.functional.linear
-            self._counters.read(args[0])
-        return tuple(
-            _Passed.apply(one, self._made_gradient) if yes else one for one, yes in zip(args, wanted, strict=True)
-        )
-
-    def _end_forward(self, module: Any, args: Any, output: Any) -> None:
-        if self._counters.phase != FORWARD:
-            if not self._expected:
-                self._release()
-            return
-        self._release()
-        if hasattr(output, "register_hook") and output.requires_grad:
-            output.register_hook(self._begin_backward)
-            self._expected = bool(self._trained or self._inputs)
-
-    def _begin_backward(self, gradient: Any) -> None:
-        self._gather()
-        self._awaited = self._trained or self._inputs
-
-    def _made_gradient(self, *_: Any) -> None:
-        if self._awaited:
-            self._awaited -= 1
-            if not self._awaited:
-                self._expected = False
-                self._release()
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ HOST_MEMORY_GB_PER_S, CORE_GB_PER_S = 120.0, 5.0
 # FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
 NVME_GB_PER_S = 2.0
-BUCKET_SECONDS = 3e-5  # to start one collective within a node
 # Bytes per second that pointwise kernels would reach on a card of unlimited bandwidth: instructions and launches take time, too.
 # With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about
 # the four fifths that slower cards are known for.
@@ -50,9 +49,6 @@ POINTWISE_GB_PER_S = 7000.0
 # virtual machines of an H100 and an H200 (benchmarks/predict/published.py --trials). In between, as `calibration.TIME`'s
 # `starts` covers both.
 OPERATOR_SECONDS = 2.0e-5
-# Operators that a 4-bit product starts in addition: bitsandbytes 0.50 dequantizes the constants, adds their offset, dequantizes
-# the weight, and wraps all of it in Python. A forward and backward took 0.30 ms longer than in 16 bits on a core of an EPYC.
-DEQUANTIZING_OPERATORS = 7.0
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
 # 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
@@ -74,10 +70,9 @@ MICRO_SECONDS = 4e-3
 # operator (benchmarks/results/gpu-h100.json: boundary less micro-step). Without a GPU, or with torch's own optimizers and
 # clipping (`foreach`), it is 60 and 20 us per tensor on a core of an EPYC.
 _STEP_OPERATORS, _OF_DEEPSPEED, _OF_TORCH = 500.0, (8.0, 5.0), (3.0, 1.0)
-# Bytes per element that DeepSpeed's step moves around the optimizer's own. Stage 0: to 32 bits, norm, scaling. ZeRO's
-# parts: flattened, norm in 64 bits, to 32 bits, scaling (deepspeed 0.19.8, fp16/unfused_optimizer.py and
-# runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`, `unscale_and_clip_grads`).
-_GRADIENT_BYTES = {0: 18.0, 1: 36.0}
+# Bytes per element that DeepSpeed's step moves around the optimizer's own: to 32 bits, norm in 64 bits, scaling; ZeRO flattens,
+# too (deepspeed 0.19.8, fp16/unfused_optimizer.py; runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`).
+_GRADIENT_BYTES = 27.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +130,6 @@ class StepWork:
     optimizer: Floats  # bytes of device memory
     cpu_adam: Floats  # bytes of main memory
     nvme: Floats  # bytes
-    collectives: Floats  # number
 
 
 def step_work(job: Job, trace: Trace, c: Columns, device: str, loss: Floats | float = 0.0) -> StepWork:
@@ -155,7 +149,6 @@ def step_work(job: Job, trace: Trace, c: Columns, device: str, loss: Floats | fl
     moved = moved + c.passes * sum(quantized) * (NF4_BYTES + job.element_bytes)
     moved = moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0)
     operators = either(sum(plain.operators), sum(again.operators)) * np.where(c.fused_by_compiling, COMPILED_STARTS, 1)
-    operators = operators + c.passes * len(quantized) * DEQUANTIZING_OPERATORS
     hooks = _hooks(trace, c, device)
     apart = (c.stage == 3) & (device == "cuda")  # on CPU ranks the stage's own factor covers them
     mapped = (LARGEST_OF_LOSS * loss >= MAPPED_BYTES) & (device == "cpu")
@@ -195,15 +188,11 @@ def _sent(job: Job, trace: Trace, c: Columns) -> dict[str, Floats]:
     reduced = others * total * c.communicated * np.where(scatters, 1.0, 2.0)
     whole = persistent(trace, c)  # gathered after a step, and kept
     again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(c)))
-    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
-    gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
-    groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
     return {
         "gathered": np.where(three, others * width * (held - whole + again), 0.0),
         "step_gathered": others * width * np.select([one | two, three], [total, whole], 0.0),
         "reduced": np.where(two | three, reduced, 0.0),
         "step_reduced": np.where(two | three, 0.0, reduced),
-        "collectives": (buckets + gathers) * (ranks > 1) + groups,
     }
 
 
@@ -217,8 +206,7 @@ def _stepped(job: Job, trace: Trace, c: Columns, deepspeeds: bool) -> dict[str, 
     elements = np.where(c.stage == 0, total, part)
     # bytes per element: master and states read and written, gradient read, weight written
     step_bytes = 2 * np.where(c.master == 2, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
-    if deepspeeds:  # CPU ranks: `calibration._CPU_QUIRKS`
-        step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
+    step_bytes = step_bytes + _GRADIENT_BYTES * deepspeeds  # CPU ranks: `calibration._CPU_QUIRKS`
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
@@ -282,9 +270,7 @@ def seconds(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]
         # that the device does not hide; the host reads the gradients' norm in the step, so nothing hides its work there
         "host": (compute - device) * c.accumulation + k["starts"] * w.step_starts,
         # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
-        "communication": waits * c.accumulation
-        + _exposed(step, 0.66 * hidden, compute)
-        + k["collectives"] * w.collectives * BUCKET_SECONDS,
+        "communication": waits * c.accumulation + _exposed(step, 0.66 * hidden, compute),
         "optimizer": k["optimizer"] * w.optimizer / rates.memory,
         "offload": transfers * c.accumulation
         + k["pcie"] * w.step_transferred / rates.pcie

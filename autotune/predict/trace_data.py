@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from autotune.util.bounds import known_fields
+
 FORWARD, BACKWARD = 0, 1
 IMPORTED = "autotune: imported"  # a line that the tracer writes; its time limit counts from there
-ENTRIES = ("fixed", "per_sequence", "gradients", "in_use")  # fields of a Pass with the bytes of each allocation
+ENTRIES = ("fixed", "per_sequence", "gradients")  # fields of a Pass with the bytes of each allocation
+# Weights of an allocation's bytes: fixed, per sequence (micro-batches), gradients.
+_WEIGHTS = np.array(
+    list(itertools.product((1.0,), (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 1024), (0.0, 0.25, 0.5, 1.0, 2.0)))
+)
 
 
 @dataclass
@@ -17,14 +24,13 @@ class Pass:
     """One forward and backward. Arrays hold one entry per allocation (or only the few that can be a peak).
 
     Bytes alive at an allocation are `fixed + per_sequence x micro_batch`. These exclude parameters, and gradients that a
-    parameter already holds. The latter are `gradients`; `in_use` holds the bytes of parameters that the running module uses.
+    parameter already holds. The latter are `gradients`.
     """
 
     phase: list[int]
     fixed: list[float]
     per_sequence: list[float]
     gradients: list[float]
-    in_use: list[float]
     after_forward: tuple[float, float]  # bytes that forward leaves for backward: (fixed, per sequence)
     flops: tuple[float, float]  # FLOPs of one sequence in matrix products: (forward, backward with recomputation)
     # FLOPs of fused attention kernels; bidirectional ones count twice, as a causal mask halves the work
@@ -39,25 +45,15 @@ class Pass:
     section: list[int] = field(default_factory=list)
 
     def reduced(self) -> Pass:
-        """Keep only the entries that can be the peak for some micro-batch and weights.
-
-        The weights are those of gradients and of parameters in use.
-        """
+        """Keep only the entries that can be the peak for some micro-batch and weight of gradients."""
         keep: list[int] = []
         values = np.array([getattr(self, name) for name in ENTRIES])
-        phases = np.array(self.phase)
+        phases, sizes = np.array(self.phase), _WEIGHTS @ values
         # DeepSpeed makes its buckets when the first gradient exists, so moments before and after do not compete.
         for phase, started in ((FORWARD, False), (BACKWARD, False), (BACKWARD, True)):
             at = np.flatnonzero((phases == phase) & ((values[2] > 0) == started))
-            if not len(at):
-                continue
-            chosen: set[int] = set()
-            for batch in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 1024):
-                for grads in (0.0, 0.25, 0.5, 1.0, 2.0):
-                    for used in (0.0, 1.0, 2.0):
-                        total = values[0, at] + batch * values[1, at] + grads * values[2, at] + used * values[3, at]
-                        chosen.add(int(at[total.argmax()]))
-            keep += sorted(chosen)
+            if len(at):
+                keep += np.unique(at[sizes[:, at].argmax(axis=1)]).tolist()
         kept: dict[str, Any] = {name: [getattr(self, name)[i] for i in keep] for name in ("phase", *ENTRIES)}
         return replace(self, **kept, section=[])
 
@@ -104,7 +100,7 @@ class Trace:
         def restore(value: dict[str, Any]) -> Pass:
             pairs = ("after_forward", "flops", "attention", "operators", "frozen_only")
             tuples: dict[str, Any] = {name: tuple(value[name]) for name in pairs}
-            return Pass(**{**value, **tuples, "moved": tuple(map(tuple, value["moved"]))})
+            return Pass(**{**known_fields(Pass, value), **tuples, "moved": tuple(map(tuple, value["moved"]))})
 
         again = data["checkpointed"]
         return cls(**{**data, "plain": restore(data["plain"]), "checkpointed": again and restore(again)})

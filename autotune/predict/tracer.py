@@ -225,7 +225,6 @@ def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_ba
             # building is no part of a step
             run.operators, run.moved, run.flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
             add_counter_hooks(model, run)
-            run.in_use = bytes_of_head(job, model, options.loss)
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
@@ -409,17 +408,6 @@ def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
     model(**batch)
     hidden = read.pop()
     return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight)
-
-
-def bytes_of_head(job: Job, model: Any, loss: str) -> float:
-    """Return the bytes of a head that the loss reads from outside its module, else 0.
-
-    ZeRO-3 then registers it as a parameter of the whole model (`register_external_parameter`,
-    runtime/zero/parameter_offload.py), and releases it when the model has finished a pass.
-    """
-    if loss != "chunked" or job.task not in DECODED:
-        return 0.0
-    return float(model.get_output_embeddings().weight.nbytes)
 
 
 def add_uncounted(run: Counters, job: Job, model: Any, micro_batch: int, loss: str) -> None:

@@ -32,11 +32,6 @@ from autotune.util.units import MIB
 # Share of the bytes of frozen partitions. Published figures of LoRA at stage 3 exceed the allocated bytes by 31 and
 # 30 % of these (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B on 2).
 HOLES = 0.3
-# Share of the activations that a compiled model without checkpointing keeps. Outputs of pointwise operators (the
-# 32-bit copies of norms, gates, rotations) are recomputed from the operands of products (torch,
-# _functorch/partitioners.py, min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes;
-# its loss keeps all. Liger's kernels never keep more.
-COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (engine.py, allreduce_gradients)
 
 Terms = dict[str, Floats]
@@ -114,7 +109,6 @@ class Moments:
     again_fixed: Floats  # both if all layers are checkpointed, at the largest moment of this part of the pass
     again_each: Floats
     made: Floats  # elements whose gradients exist
-    used: Floats  # bytes of parameters that the running module uses
     inputs: Floats  # share of the inputs of frozen layers that exist
 
     @classmethod
@@ -124,17 +118,17 @@ class Moments:
         rows: list[tuple[float, ...]] = []
         for choice in (False, True):
             run = trace.of(choice)
-            columns = zip(run.phase, run.fixed, run.per_sequence, run.gradients, run.in_use, strict=True)
-            for phase, fixed, each, gradients, used in sorted(columns, key=lambda row: row[0]):
+            columns = zip(run.phase, run.fixed, run.per_sequence, run.gradients, strict=True)
+            for phase, fixed, each, gradients in sorted(columns, key=lambda row: row[0]):
                 names.append("forward" if phase == FORWARD else "backward")
                 again = (fixed, each)
                 if not choice:
                     less = np.subtract(run.after_forward, trace.of(True).after_forward)
                     again = largest_moment(trace.of(True), phase, gradients > 0, tuple(again - less))
-                rows.append((choice, fixed, each, *again, gradients / width, used, _share_of_inputs(run, each)))
+                rows.append((choice, fixed, each, *again, gradients / width, _share_of_inputs(run, each)))
         total = float(sum(trace.parameters))
         names += ["backward", "step", "init"]
-        rows += [(np.nan, 0.0, 0.0, 0.0, 0.0, made, 0.0, 0.0) for made in (total, total, 0.0)]
+        rows += [(np.nan, 0.0, 0.0, 0.0, 0.0, made, 0.0) for made in (total, total, 0.0)]
         return cls(tuple(names), *(column[:, None] for column in np.array(rows).T))
 
     def at(self, *names: str) -> Flags:
@@ -184,7 +178,6 @@ class Sizes:
     temporary: float  # bytes per element that the optimizer's step takes
     narrower: float  # width of states relative to those of the adapters alone, which `Columns.state_share` describes
     muon_share: float  # share of the elements that Muon steps
-    muon_largest: float  # matrix
     trace: Trace
 
     @property
@@ -196,15 +189,6 @@ class Sizes:
     def norm(self) -> float:
         """Return the bytes of a gradient's norm in 64 bits, which is computed parameter by parameter (get_grad_norm_direct)."""
         return 8.0 * min(self.largest, self.part)
-
-    def sets(self, c: Columns) -> Floats:
-        """Return (n,) the share of the parameters on a rank at stage 3. hpZ keeps a second set in each node."""
-        return 1 / self.ranks + np.where(c.secondary > 1, 1 / c.secondary, 0.0)
-
-    @property
-    def one_by_one(self) -> float:
-        """Return the bytes of intermediates of an optimizer that steps its part parameter by parameter."""
-        return self.optimizer.one_by_one_bytes * min(self.largest, self.part)
 
     def states(self, c: Columns, momentum: Floats | float = 4.0) -> Floats:
         """Return (n,) bytes per element of the optimizer's states. Muon's have the width `momentum`; its Adam steps the rest."""
@@ -239,7 +223,6 @@ class Sizes:
             temporary=optimizer.temporary_bytes * share * (device == "cuda"),
             narrower=width / job.trained_bytes,
             muon_share=sum(matrices) / max(total, 1.0),
-            muon_largest=float(max(matrices, default=0)),
             trace=trace,
         )
 
@@ -314,12 +297,7 @@ def _stage_0(s: Sizes, c: Columns, at: Moments) -> Terms:
     # Gradients in 32 bits, and for FP16_Optimizer once more as one flat tensor.
     copied = 4.0 * (s.width < 4 and not s.plain) * (1 + s.optimizer.flattens) * s.trained
     stepped = s.largest if s.optimizer.loops else s.trained
-    step = (
-        copied
-        + s.temporary * stepped
-        + _NEWTON_SCHULZ_BYTES * s.muon_largest
-        + s.optimizer.one_by_one_bytes * s.largest
-    )
+    step = copied + s.temporary * stepped
     # torch's DistributedDataParallel copies gradients into its buckets (gradient_as_bucket_view is off by default).
     copies_all = (s.plain or s.torch_alone) and s.ranks > 1
     return {
@@ -337,9 +315,7 @@ def _stage_0(s: Sizes, c: Columns, at: Moments) -> Terms:
 
 def _bf16_optimizer(s: Sizes, c: Columns, at: Moments) -> Terms:
     """Return the terms of stage 1 in bf16 with gradients summed in 32 bits (DeepSpeed's BF16_Optimizer)."""
-    kept = np.where(c.immediate > 0, 0.0, s.whole)
-    gradients = np.where(c.immediate > 0, np.minimum(at.made * s.width, s.width * s.largest), at.made * s.width)
-    step = kept + s.temporary * s.part + s.one_by_one
+    step = s.whole + s.temporary * s.part
     # The flat tensor is reduced directly, in the dtype that is sent.
     sent = np.where(c.communicated != c.accumulated, c.communicated * s.trained, 0.0)
     return {
@@ -351,7 +327,7 @@ def _bf16_optimizer(s: Sizes, c: Columns, at: Moments) -> Terms:
         COPIES: np.where(
             at.at("step"),
             step,
-            np.maximum(accumulates(c) * kept * ~at.ended * ~at.at("init"), gradients + at.ended * sent),
+            np.maximum(accumulates(c) * s.whole * ~at.ended * ~at.at("init"), at.made * s.width + at.ended * sent),
         ),
     }
 
@@ -362,10 +338,8 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
     flat_sum = c.accumulated != s.width
     made = np.where(one, c.accumulated, s.width)  # bytes per element of .grad
     own = c.accumulated  # bytes per element of a rank's own part
-    # A parameter that crosses the border of a part is kept whole. In round-robin order that is a large one.
-    across = np.where(c.round_robin > 0, s.width * s.largest, 0.0)
     bucket = reduce_bucket_bytes(c, made)
-    kept = adds * np.where(one, made * s.trained, (~out | flat_sum) * (own * s.part + across))
+    kept = adds * np.where(one, made * s.trained, (~out | flat_sum) * own * s.part)
 
     began, full = at.made > 0, (at.made >= c.reduce_bucket) | at.ended
     first = made * np.minimum(at.made, c.reduce_bucket)  # bytes that wait until the bucket is full
@@ -380,7 +354,7 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
     mine = own * np.minimum(at.made, s.part)
     # With offload, a gradient's norm is computed in 64 bits as soon as it exists.
     norm = out * (s.width < 4) * np.minimum(8.0 * at.made, s.norm)
-    summed = adds * ~out * ~flat_sum * (s.width * s.part + across)
+    summed = adds * ~out * ~flat_sum * s.width * s.part
     two = np.where(contiguous, mine * (~out | flat_sum) + summed + norm, 0.0)
     two = np.where(contiguous, two, first + (s.width * at.made - first) / s.ranks + np.where(flat_sum, mine, summed))
     # Parameters larger than the bucket are reduced in place, and stay until the step.
@@ -391,12 +365,7 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
     cast, stepping = np.where(own != c.master, c.master, 0.0), ~out & (c.master > 0)
     flattened = np.where(flat_sum, own, 2 * s.width) + cast
     step = np.maximum(flattened, c.master + s.temporary) * s.part
-    step = ~out * (across + np.maximum(own * s.part + s.norm, step))
-    step = step + s.one_by_one
-    # Muon gathers offloaded gradients and momenta in 32 bits. Otherwise the end of backward replaces gradients by updates.
-    gathered = 2 * 4.0 * min(s.muon_share * s.trained, max(s.muon_largest, _MUON_BATCH))
-    step = np.maximum(step, out * (gathered + _NEWTON_SCHULZ_BYTES * s.muon_largest))
-    gradients = gradients + at.ended * ~out * s.muon_share * made * s.part
+    step = ~out * np.maximum(own * s.part + s.norm, step)
     return {
         WEIGHTS: s.whole + s.frozen_width * s.frozen,
         GRADIENTS: out * s.width * s.largest,  # staged on their way to the host
@@ -412,9 +381,8 @@ def _stages_1_and_2(s: Sizes, c: Columns, at: Moments) -> Terms:
 
 def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     out = c.offload_optimizer > 0
-    stays = np.where(out, 1 - c.offload_ratio, 1.0)  # Twin-Flow's share of the states on the device
     several = s.ranks > 1  # a single rank's partition is the whole parameter, so it copies nothing
-    gradients = np.where(out, stays * c.master, c.accumulated) * s.part
+    gradients = ~out * c.accumulated * s.part
     standing = reduce_bucket_bytes(c, c.communicated)
     waiting = np.minimum(at.made, c.reduce_bucket)
     first, full = c.communicated * waiting, (at.made >= c.reduce_bucket) | at.ended
@@ -424,33 +392,27 @@ def _stage_3(s: Sizes, c: Columns, at: Moments) -> Terms:
     group = sub_groups(c, s)
     cast, stepping = np.where(c.accumulated != c.master, c.master, 0.0), ~out & (c.master > 0)
     step = np.maximum(np.maximum(c.accumulated + cast, c.master + s.temporary) * group, 8.0 * s.largest / s.ranks)
-    step = ~out * step + s.one_by_one
-    # Muon gathers gradients and momenta: those of a sub-group together if they are offloaded, else of a bucket in turn.
-    whole, at_once = s.muon_share * s.trained, np.maximum(c.reduce_bucket, s.muon_largest)
-    muon = 2 * np.where(
-        out, c.accumulated * np.minimum(whole, group * s.ranks), c.communicated * np.minimum(whole, at_once)
-    )
-    step = np.maximum(step, muon + _NEWTON_SCHULZ_BYTES * s.muon_largest)
+    step = ~out * step
     # The engine begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states).
     beyond = ~out * np.maximum(0.0, c.master * group - gradients)
     passes = at.at("forward", "backward")
     turn = gathered_bytes(s.trace, c, s.frozen_width)
     always = s.frozen_width * persistent(s.trace, c)
-    weights = s.sets(c) * (s.whole + s.frozen_width * s.frozen)
+    weights = (s.whole + s.frozen_width * s.frozen) / s.ranks
     # Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
     # together (stage3.py, _create_fp16_partitions_with_defragmentation).
     holes = HOLES * s.frozen_width * s.frozen / s.ranks * (several and not s.plain)
     return {
         WEIGHTS: np.where(c.offload_param > 0, 0.0, weights),
         GRADIENTS: gradients,
-        MASTERS: stays * c.master * s.part,
-        STATES: stays * s.states(c, c.communicated) * s.part + ~out * s.optimizer.stray_share * s.whole,
+        MASTERS: ~out * c.master * s.part,
+        STATES: ~out * (s.states(c, c.communicated) * s.part + s.optimizer.stray_share * s.whole),
         BUCKET: (standing + flat * passes) * ~at.at("init"),
-        GATHERED: several * np.where(at.at("step"), always, passes * np.maximum(turn, at.used)),
+        GATHERED: several * np.where(at.at("step"), always, passes * turn),
         COPIES: np.select([passes, at.at("step")], [np.where(keeps_gradients_contiguous(c), 0.0, first), step], beyond),
         HOLES_LEFT: np.where(c.offload_param > 0, 0.0, holes),
         SEGMENTS: stepping * np.stack([c.accumulated * group, cast * group, s.norm + 0 * cast]),
-        HOST: _host_of_three(s, c, group, 1 - stays),
+        HOST: _host_of_three(s, c, group),
     }
 
 
@@ -467,8 +429,7 @@ def _fsdp(s: Sizes, c: Columns, at: Moments) -> Terms:
     waiting = np.where(at.at("step"), 0.0, c.reduce_bucket)
     reduced = shard * np.maximum(0.0, at.made - waiting) / s.ranks * ~out * ~accumulates(c)
     copies = np.where(at.at("step"), s.temporary * s.part * ~out, terms[COPIES]) + reduced
-    copies = copies + at.at("step") * s.one_by_one
-    weights = s.sets(c) * (shard * s.trained + s.frozen_shard * s.frozen)
+    weights = (shard * s.trained + s.frozen_shard * s.frozen) / s.ranks
     return terms | {
         WEIGHTS: np.where(c.offload_param > 0, 0.0, weights),
         GRADIENTS: ~out * accumulates(c) * shard * s.part,
@@ -484,10 +445,9 @@ def sub_groups(c: Columns, s: Sizes) -> Floats:
 
 def _activations(job: Job, trace: Trace, c: Columns, at: Moments) -> Floats:
     """Return (moments, n) bytes of the tensors of the model's own forward and backward."""
-    eager = np.where(c.fused_by_compiling & (c.checkpointing == 0), COMPILED_KEPT, 1.0)
     # What a share of the layers keeps lies on a straight line between all and none.
     kept, again = at.fixed + at.each * c.rows, at.again_fixed + at.again_each * c.rows
-    run = eager * np.maximum(0.0, kept + c.checkpointing * (again - kept))
+    run = np.maximum(0.0, kept + c.checkpointing * (again - kept))
     passes = at.at("forward", "backward") & ~at.ended
     # DeepSpeed's own linear of stage 3 keeps the inputs of frozen layers (runtime/zero/linear.py,
     # LinearFunctionForZeroStage3.forward).
@@ -537,17 +497,17 @@ def _host_of_two(s: Sizes, c: Columns, sums: Flags) -> Floats:
     return np.asarray(flat + sums * each + states + _while_pinned(s, c, states))
 
 
-def _host_of_three(s: Sizes, c: Columns, group: Floats, share: Floats) -> Floats:
-    """Return (n,) bytes of what stage 3 offloads; `share` of the optimizer's states, in sub-groups of `group` elements.
+def _host_of_three(s: Sizes, c: Columns, group: Floats) -> Floats:
+    """Return (n,) bytes of what stage 3 offloads, the optimizer's states in sub-groups of `group` elements.
 
     The gradients of the sub-groups are pinned one by one, and the flat buffer. Masters are not pinned.
     """
     on_host, pins = c.offload_optimizer < 2, c.pinned_optimizer
-    states = np.where(on_host, s.states(c, c.communicated) * s.part * share, 0.0)
+    states = np.where(on_host, s.states(c, c.communicated) * s.part, 0.0)
     full = np.floor(s.part / group)
     rest = np.maximum(0.0, s.part - full * group)
     gradients = full * _pinned(s, c.master * group, pins) + _pinned(s, c.master * rest, pins)
-    held = (np.where(on_host, c.master * s.part, 0.0) + gradients) * share + _pinned(s, c.accumulated * s.part, pins)
+    held = np.where(on_host, c.master * s.part, 0.0) + gradients + _pinned(s, c.accumulated * s.part, pins)
     held = (c.offload_optimizer > 0) * (held + states + _while_pinned(s, c, states))
     # Parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks. Frozen
     # parameters stay in them (stage3.py, _create_fp16_partitions_with_defragmentation).
@@ -635,12 +595,11 @@ def gathered_bytes(trace: Trace, c: Columns, width: float) -> Floats:
     """Return the bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones included.
 
     Stage 3 keeps parameters that are used again within `max_reuse_distance` elements. `max_live_parameters` does not release
-    them: it bounds prefetching alone (0 and 1e9 take the same with tiny-llama on CPU ranks). One prefetch runs ahead. The
-    smallest parameters are never released.
+    them (0 and 1e9 take the same with tiny-llama on CPU ranks). One prefetch runs ahead. The smallest parameters are never
+    released.
     """
     sizes = trace.every_size
-    kept = kept_at_turn(c)
-    kept = kept + np.minimum(c.prefetch, np.maximum(c.max_live - kept, 0.0))
+    kept = kept_at_turn(c) + c.prefetch
     # The head, usually the largest parameter, is used again at once.
     at_least = np.where(c.max_reuse > 0, np.maximum(kept, max(sizes) + c.prefetch), kept)
     return width * np.minimum(float(sum(sizes)), at_least + persistent(trace, c))
@@ -711,9 +670,6 @@ def _threshold_bytes() -> float:
 STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4, "muon": 4, "rmsprop": 4}
 STATE_BYTES |= {"onebitadam": 12, "zerooneadam": 12, "onebitlamb": 12, "fusedlamb": 8, "lamb": 8}
 _ADAM_BYTES = STATE_BYTES["adamw"]
-# Muon's step: Newton-Schulz holds a matrix three times in 16 bits, and its update (zero/muon/original_muon.py). Stages 1 and 2
-# gather at most so many elements at once (stage_1_and_2.py, `_muon_param_batches`).
-_NEWTON_SCHULZ_BYTES, _MUON_BATCH = 8.0, 8 * MIB
 # States whose width does not follow the weights'. 8-bit states have a 32-bit scale for 256 elements (bitsandbytes
 # 0.4x, functional.quantize_blockwise). Paged states use CUDA's managed memory, which moves to the host when the
 # device is full, and torch does not count it. Adafactor keeps a row and a column of a matrix (Shazeer & Stern 2018).
@@ -728,9 +684,6 @@ _FOREACH_DECAYED_SGD_BYTES = 4
 # Bytes of intermediates of torch's plain loops, for the tensor being stepped (_single_tensor_adam: the root and the
 # quotient; _single_tensor_adagrad: the root). ZeRO's partitions are one tensor each.
 _LOOP_BYTES = {"adamw": 8, "adam": 8, "adagrad": 4}
-# transformers 5.23, optimization.py, Adafactor.step, one parameter at a time: gradient and weights in 32 bits, the
-# update and its factors.
-_ADAFACTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -744,8 +697,6 @@ class Stepper:
     # partitions (stage_1_and_2.py and stage3.py, initialize_optimizer_states), and the engine keeps the first.
     stray_share: float = 0.0
     known: bool = True  # False: an unknown type, whose states are assumed to be Adam's
-    # bytes per element of the largest parameter: intermediates of the parameter being stepped
-    one_by_one_bytes: float = 0.0
     follows_weights: bool = True  # with plain 16-bit torch the states are 16 bits, too
     loops: bool = False  # at stage 0, `temporary_bytes` hold one parameter at a time
 
@@ -760,8 +711,7 @@ def optimizer_of_trials(job: Job) -> Stepper:
     kind = job.optimizer_kind
     other = kind.replace("_", "").replace("-", "")
     if other in OTHER_STATES:
-        one_by_one = _ADAFACTOR_BYTES if other == "adafactor" else 0
-        return Stepper(OTHER_STATES[other], 0.0, False, one_by_one_bytes=one_by_one, follows_weights=False)
+        return Stepper(OTHER_STATES[other], 0.0, False, follows_weights=False)
     named = "type" in job.own_optimizer
     own = job.own_optimizer.get("params")
     own = own if isinstance(own, dict) else {}
@@ -808,21 +758,12 @@ _MODELLED_KEYS = set(
         "elastic_checkpoint offload_param offload_optimizer sub_group_size stage3_prefetch_bucket_size "
         "stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold "
         "stage3_model_persistence_threshold stage3_gather_16bit_weights_on_model_save "
-        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters round_robin_gradients parameter_alignment "
-        "zero_hpz_partition_size memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
+        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters parameter_alignment "
+        "memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
         "log_trace_cache_warnings enable_sanity_checks"
     ).split()
 )
-_MODELLED_OFFLOAD_KEYS = {
-    "device",
-    "nvme_path",
-    "pin_memory",
-    "ratio",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "fast_init",
-}
+_MODELLED_OFFLOAD_KEYS = {"device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
 _MODELLED_OFFLOAD_KEYS |= {"pipeline", "pipeline_read", "pipeline_write"}
 # Other sections that change what is kept of a model, an activation or a state.
 _SECTIONS = (
@@ -835,6 +776,7 @@ _SECTIONS = (
     "activation_checkpointing.cpu_checkpointing",
     "activation_checkpointing.partition_activations",
     "fp8",
+    "bf16.immediate_grad_update",
 )
 
 
@@ -860,9 +802,9 @@ def unread_knobs(candidate: Candidate) -> list[str]:
 
 
 def _is_set(value: Any) -> bool:
-    """Check that a value turns something on: a section through `enabled`, a size if it is above 1."""
+    """Check that a value turns something on: a section through `enabled`, a number if it is positive and not 1."""
     if isinstance(value, dict):
         return bool(value) and value.get("enabled", True) is True
     if isinstance(value, bool) or value is None:
         return bool(value)
-    return value > 1 if isinstance(value, int | float) else value != "auto"
+    return value > 0 and value != 1 if isinstance(value, int | float) else value != "auto"

@@ -80,15 +80,10 @@ def own_keys() -> list[tuple[Config, Tries]]:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, [(0, 1, {}), (0, 2, {}), (1, 1, {}), (3, 1, {})]),
         ({"optimizer": {"type": "Adagrad", "params": {"lr": 1e-5}}}, [(1, 1, {})]),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, sums),
-        (
-            {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"immediate_grad_update": True}},
-            [(1, 1, {}), (1, 2, {})],
-        ),
         ({"communication_data_type": "fp32"}, [(0, 1, {}), *every, (2, 1, SCATTERED), (3, 1, SCATTERED)]),
         ({"bf16": {**low, "bf16_optimizer_states": True}}, every),
         ({"bf16": low}, [(2, 1, OUT), (2, 2, OUT), (3, 1, OUT)]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, split),
-        ({"zero_optimization": {"round_robin_gradients": True}}, [(1, 1, {}), (2, 2, {})]),
     ]
 
 

@@ -48,7 +48,6 @@ def test_a_loss_in_chunks_moves_every_logit_and_keeps_none() -> None:
     assert whole.after_forward[1] - one.after_forward[1] > WIDTH * WORDS * TOKENS
     head = WIDTH * WORDS * HIDDEN
     assert one.after_forward[0] - whole.after_forward[0] == pytest.approx(head, abs=8), "its gradient waits"
-    assert min(one.in_use) >= head, "it is the whole model's: no module of its own asks for it"
 
 
 class Decoder(torch.nn.Module):

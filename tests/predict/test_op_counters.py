@@ -1,11 +1,7 @@
 """Two runs become one Pass; no torch."""
 
 import gc
-from collections.abc import Callable
 
-import pytest
-
-from autotune.predict import op_counters
 from autotune.predict.op_counters import Counters, add_counter_hooks, joined_passes
 from autotune.predict.trace_data import BACKWARD, FORWARD
 
@@ -17,7 +13,7 @@ def run(micro_batch: int, *, more: bool = False) -> Counters:
     for alive in (1007, 1007 + 10 * micro_batch, 1007 + 30 * micro_batch, *([1007] if more else [])):
         counters.saw(alive)
     counters.after_forward = 7.0 + 30 * micro_batch
-    counters.phase, counters.in_use = BACKWARD, 64
+    counters.phase = BACKWARD
     counters.saw(1007 + 35 * micro_batch)
     counters.gradients = 400
     counters.saw(1007 + 32 * micro_batch)
@@ -35,7 +31,6 @@ def test_every_allocation_becomes_a_fixed_part_and_one_a_sequence() -> None:
     assert found.fixed == [7, 7, 7, 7, 7]
     assert found.per_sequence == [0, 10, 30, 35, 32]
     assert found.gradients == [0, 0, 0, 0, 400]
-    assert found.in_use == [0, 0, 0, 64, 64]
     assert found.after_forward == (7, 30)
     assert (found.flops, found.attention) == ((5, 10), (2, 4))
     assert found.moved == ((3, 8), (6, 9))
@@ -109,41 +104,6 @@ class Linear:
         for hook in self.after:
             hook(self, (tensor,), given)  # type: ignore[operator]
         return given
-
-
-@pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What is called when a gradient of an input is made."""
-    found: list[Callable[[], None]] = []
-    monkeypatch.setattr(op_counters._Passed, "apply", lambda tensor, done: found.append(done) or tensor)
-    return found
-
-
-def test_a_frozen_parameter_goes_when_the_gradient_of_its_input_is_made(made: list[Callable[[], None]]) -> None:
-    counters = Counters()
-    module = Linear(Weight(trained=False))
-    add_counter_hooks(module, counters)
-    output = module.run(Tensor())
-    assert counters.in_use == 0
-    counters.phase = BACKWARD
-    output.hooks[0]("gradient")  # type: ignore[operator]
-    assert counters.in_use == 200
-    made[0]()
-    assert counters.in_use == 0
-
-
-def test_what_a_checkpoint_runs_again_stays_until_its_backward() -> None:
-    counters = Counters()
-    module = Linear(Weight(trained=True))
-    add_counter_hooks(module, counters)
-    output = module.run(Tensor())
-    counters.phase = BACKWARD
-    module.run(Tensor())
-    assert counters.in_use == 200
-    output.hooks[0]("gradient")  # type: ignore[operator]
-    assert counters.in_use == 200  # gathered once
-    module.weight.hooks[-1](module.weight)  # type: ignore[operator]
-    assert counters.in_use == 0
 
 
 def test_what_only_a_frozen_layer_reads_is_counted_once_it_is_gone() -> None:

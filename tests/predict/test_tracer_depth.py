@@ -28,7 +28,6 @@ def pass_of(layers: int) -> Pass:
         fixed=[0.0] * count,
         per_sequence=forward + backward,
         gradients=[0.0] * len(forward) + [3.0 * layer for layer in range(layers)],
-        in_use=[1.0] * count,
         after_forward=(0.0, alive + 50),
         flops=(7.0 * layers + 2, 14.0 * layers + 4),
         attention=(3.0 * layers, 6.0 * layers),

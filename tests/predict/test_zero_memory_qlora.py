@@ -14,7 +14,7 @@ from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import DEQUANTIZING_OPERATORS, OPERATOR_SECONDS, step_work
+from autotune.predict.step_time import step_work
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import NF4_BYTES, estimate_memory, frozen_width, quantized_sizes
@@ -95,8 +95,6 @@ def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
     )
     one_work, other_work = (step_work(job, trace, columns, "cuda") for job in (plain, quantized))
     assert one_work.moved[0] < other_work.moved[0] < 2 * one_work.moved[0]
-    started = DEQUANTIZING_OPERATORS * OPERATOR_SECONDS * len(sizes)
-    assert other_work.starts[0] - one_work.starts[0] == pytest.approx(2 * started)
 
 
 def test_what_qlora_refuses() -> None:

@@ -20,7 +20,8 @@ ZERO = "zero_optimization."
     ("config", "found"),
     [
         ({}, []),
-        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 8}}, []),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 1}}, []),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, [ZERO + "zero_hpz_partition_size"]),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, [ZERO + "zenflow"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, [ZERO + "zero_quantized_weights"]),
         ({"zero_optimization": {"zero_quantized_weights": False}}, []),
@@ -30,7 +31,7 @@ ZERO = "zero_optimization."
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3, "super_offload": True}}},
-            [ZERO + "offload_optimizer.super_offload"],
+            [ZERO + "offload_optimizer.ratio", ZERO + "offload_optimizer.super_offload"],
         ),
         ({"torch_autocast": {"enabled": True}}, ["torch_autocast"]),
         ({"compile": {"deepcompile": False}, "tensor_parallel": {}}, []),
@@ -104,7 +105,11 @@ def test_offloading_pins_and_moves_all_unless_told_otherwise() -> None:
     optimizer, parameters = fields(DeepSpeedZeroOffloadOptimizerConfig), fields(DeepSpeedZeroOffloadParamConfig)
     pins = installed_deepspeed() >= PINS_BY_DEFAULT
     assert (optimizer["pin_memory"], optimizer["ratio"], parameters["pin_memory"]) == (pins, 1.0, pins)
-    assert {*optimizer, *parameters} - zero_memory._MODELLED_OFFLOAD_KEYS <= {"super_offload", "cpuadam_cores_perc"}
+    assert {*optimizer, *parameters} - zero_memory._MODELLED_OFFLOAD_KEYS <= {
+        "ratio",
+        "super_offload",
+        "cpuadam_cores_perc",
+    }
 
 
 # Known, and in no formula: what they change was not worked out.
@@ -113,6 +118,8 @@ UNREAD = {
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
+    "zero_hpz_partition_size",
+    "round_robin_gradients",
     "leaf_module",
     "legacy_stage1",
     "save_muon_momentum_buffer_in_memory",

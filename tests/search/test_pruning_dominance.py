@@ -102,7 +102,7 @@ def test_on_cpu_ranks_offloading_spares_nothing() -> None:
 
 
 def trace_of(largest: int) -> Trace:
-    nothing = Pass([], [], [], [], [], (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), (0, 0))
+    nothing = Pass([], [], [], [], (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), (0, 0))
     return Trace([largest] * 10, 0, nothing, None, largest=largest)
 
 

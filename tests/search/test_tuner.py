@@ -274,7 +274,7 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
     executor, store.tuner = ReplayExecutor(replay_table), "of a later call"
     Tuner(store, executor, proposer, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open_candidates) is opened
-    assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
+    assert predictor.table([slow]).step[0] > expected, "its lower bound of the step counts in any call"
 
 
 @pytest.mark.parametrize("is_own", [True, False])
