@@ -237,22 +237,24 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
         counted: the parameters' sizes are known, so sigmas that depend on them alone stay.
     """
     facts = hardware.gpu_facts
-    least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
-    known, doubt = dict(TIME), dict[str, float]()
+    known, doubt, quirks = dict(TIME), dict.fromkeys(TIME, 0.0), {name: Prior(0.0, one) for name, one in QUIRKS.items()}
     if cores_of(hardware):
         known["cpu_adam"] = _KNOWN_CORES
-    if facts is not None:
-        doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt)
+    if facts is None:
+        known = {name: Prior(prior.mean, max(prior.sigma, _CPU_SIGMA)) for name, prior in known.items()}
+        known["hidden"] = TIME["hidden"]
+        quirks |= _CPU_QUIRKS
+    else:
+        doubt |= dict.fromkeys(_OF_THE_CARD, facts.doubt)
         if facts.ring_gb_per_s:
             known["comm"], doubt["comm"] = _KNOWN_RING, 0.0
-
-    def sigma(name: str) -> float:
-        wider = UNTRACED if untraced and not (counted and name in _OF_PARAMETERS) else widen
-        return float(np.hypot(max(known[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
-
-    rates = {name: Prior(prior.mean, sigma(name)) for name, prior in known.items()}
-    quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_QUIRKS if facts is None else {})
-    return [*rates.values(), *quirks.values()]
+    wider = dict.fromkeys(TIME, UNTRACED if untraced else widen)
+    if counted:
+        wider |= dict.fromkeys(_OF_PARAMETERS, widen)
+    rates = [
+        Prior(prior.mean, float(np.hypot(prior.sigma * wider[name], doubt[name]))) for name, prior in known.items()
+    ]
+    return [*rates, *quirks.values()]
 
 
 # -- coverage ----------------------------------------------------------------------------------------------------------

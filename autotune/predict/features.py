@@ -62,6 +62,31 @@ SEQUENCE_GRADIENTS = "seq_parallel_communication_data_type"
 PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 
+def selected(tree: Any, chosen: Flags | Places) -> Any:
+    """Select the candidates where `chosen` is true, or at these indices.
+
+    Args:
+        tree: an array whose last axis are candidates, or a dict or dataclass of trees.
+    """
+    if isinstance(tree, np.ndarray):
+        return tree[..., chosen]
+    if isinstance(tree, dict):
+        return {name: selected(one, chosen) for name, one in tree.items()}
+    return type(tree)(**selected(vars(tree), chosen))
+
+
+def joined(trees: Sequence[Any], order: Places) -> Any:
+    """Join the candidates of trees, and reorder them. An array with fewer rows than others repeats its last one."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {name: joined([tree[name] for tree in trees], order) for name in first}
+    if not isinstance(first, np.ndarray):
+        return type(first)(**joined([vars(tree) for tree in trees], order))
+    rows = max(map(len, trees))
+    padded = [np.pad(one, [(0, rows - len(one)), (0, 0)][-2 * (one.ndim - 1) :], "edge") for one in trees]
+    return np.concatenate(padded, axis=-1)[..., order]
+
+
 @dataclass(frozen=True)
 class Columns:
     """Knobs of candidates, one entry per candidate. Sizes are in elements, places as in PLACES."""
@@ -100,10 +125,6 @@ class Columns:
     def __len__(self) -> int:
         return len(self.stage)
 
-    def only(self, chosen: Flags | Places) -> Columns:
-        """Select the candidates where `chosen` is true, or at these indices."""
-        return Columns(**{name: value[chosen] for name, value in vars(self).items()})
-
     @property
     def passes(self) -> Floats:
         """Return the passes through the model in a micro-batch: forward, backward and the recomputation, (n,)."""
@@ -137,13 +158,9 @@ def columns_of(
         own = value_at(job.base_config, key.split("."))
         return [raw.get(key, own) for raw in raws]
 
-    def flags(key: str, default: bool = False) -> Floats:
-        return np.array([float(one if isinstance(one, bool) else default) for one in set_values(key)])
-
-    def numbers(knob: str, default: float | None = None) -> Floats:
+    def numbers(knob: str, default: float = 0.0) -> Floats:
         path = knob if "." in knob else zero + knob
-        own = alone.get(knob, value_at(job.base_config, path.split(".")))
-        default = ZERO_DEFAULTS[knob] if default is None else default
+        own, default = alone.get(knob, value_at(job.base_config, path.split("."))), ZERO_DEFAULTS.get(knob, default)
         values = [raw.get(knob, own) for raw in raws]
         return np.array([float(one if isinstance(one, int | float) else default) for one in values])
 
@@ -167,7 +184,9 @@ def columns_of(
     if deepspeed < _SUMS_IN_16_BITS:
         stage, accumulated = np.where(old_stage_0, 1.0, stage), np.where(old_stage_0, 4.0, accumulated)
     low = f"{job.precision}.{job.precision}_master_weights_and_grads"
-    low_masters, low_states = (flags(key) * (deepspeed >= _LOW_MASTERS) for key in (low, "bf16.bf16_optimizer_states"))
+    low_masters, low_states = (
+        numbers(key) * (deepspeed >= _LOW_MASTERS) for key in (low, "bf16.bf16_optimizer_states")
+    )
     packed, expandable = of_job(PACKING, job.packed), of_job(EXPANDABLE)
     tokens = padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len)
     pins = deepspeed >= PINS_BY_DEFAULT
@@ -196,9 +215,9 @@ def columns_of(
         communicated=widths("communication_data_type") if job.sequence_ranks == 1 else widths(SEQUENCE_GRADIENTS, 4.0),
         master=np.where(job.plain, 0.0, np.where(low_masters, 2.0, 4.0)),
         state_share=np.where(job.plain, job.trained_bytes / 4, np.where(low_states, 0.5, 1.0)),
-        pinned_optimizer=flags(zero + "offload_optimizer.pin_memory", pins),
-        pinned_param=flags(zero + "offload_param.pin_memory", pins),
-        own_linear=flags(zero + "memory_efficient_linear", True),
+        pinned_optimizer=numbers(zero + "offload_optimizer.pin_memory", pins),
+        pinned_param=numbers(zero + "offload_param.pin_memory", pins),
+        own_linear=numbers(zero + "memory_efficient_linear", True),
         early_buckets=np.full(len(raws), float(deepspeed < _BUCKETS_WITH_GRADIENT)),
         keeps_gradients=keeps_gradients.astype(np.float64),
         liger=of_job(LIGER, job.liger),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -38,10 +38,11 @@ from autotune.predict.features import (
     Columns,
     Flags,
     Floats,
-    Places,
     columns_of,
     installed_deepspeed,
+    joined,
     longest_shares,
+    selected,
     unknown_newer,
 )
 from autotune.predict.step_time import (
@@ -64,6 +65,8 @@ from autotune.predict.zero_memory import (
     GRADIENTS,
     HOLES_LEFT,
     HOST,
+    MOMENT,
+    MOMENTS,
     RESIDENT,
     SEGMENTS,
     WEIGHTS,
@@ -132,7 +135,6 @@ class Predictor:
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
-        self._too_slow: dict[Candidate, float] = {}  # lower bounds of steps in seconds
         self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
         # logarithm of the factor on the estimate
         self._host = fit([HOST_PRIOR], None, noise=0.0)
@@ -147,8 +149,8 @@ class Predictor:
         """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
             self._seen[candidate] = outcome
-        if outcome.least_step_seconds is not None:
-            self._too_slow[candidate] = outcome.least_step_seconds
+        elif outcome.least_step_seconds is not None:
+            self._seen.setdefault(candidate, outcome)
         ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
         if ran and candidate.offloaded:
             self._host_seen[candidate] = outcome
@@ -167,21 +169,18 @@ class Predictor:
             return
         self._stale = False
         self._calibrate_host()
-        bounds = {candidate: least for candidate, least in self._too_slow.items() if candidate not in self._seen}
-        candidates = [*bounds, *self._seen][-_MOST_OBSERVATIONS:]
+        candidates = [*self._seen][-_MOST_OBSERVATIONS:]
         if not candidates:
             return
-        prepared, outcomes = self.prepare(candidates), [self._seen.get(candidate) for candidate in candidates]
-        seen = np.array([outcome is not None for outcome in outcomes])
-        seconds = [
-            bounds.get(c, o.measurement.step_seconds if o and o.measurement else 0.0)
-            for c, o in zip(candidates, outcomes, strict=True)
-        ]
-        timed = np.array(seconds) > 0
-        if seen.any():
-            self._fit_memory(prepared.rows(seen), [outcome for outcome in outcomes if outcome is not None])
+        prepared, outcomes = self.prepare(candidates), np.array([self._seen[one] for one in candidates], dtype=object)
+        sizes = np.array([o.measurement is not None or o.kind is OutcomeKind.OOM_DEVICE for o in outcomes])
+        exact = np.array([o.measurement.step_seconds if o.measurement else 0.0 for o in outcomes])
+        least = np.where(sizes, 0.0, [o.least_step_seconds or 0.0 for o in outcomes])
+        timed = exact + least > 0
+        if sizes.any():
+            self._fit_memory(selected(prepared, sizes), outcomes[sizes].tolist())
         if timed.any():
-            self._fit_time(prepared.rows(timed), np.array(seconds)[timed], ~seen[timed])
+            self._fit_time(selected(prepared, timed), (exact + least)[timed], least[timed] > 0)
 
     def _calibrate_host(self) -> None:
         if self.hardware.device != "cuda" or not self._host_seen:
@@ -258,9 +257,9 @@ class Predictor:
         if len(ways) <= 1:
             trace = self._traces[next(iter(ways))] if ways else self.trace
             return self._prepare(trace, candidates)
-        return Prepared.joined(
-            [(self._prepare(self._traces[way], [candidates[i] for i in at]), at) for way, at in ways.items()]
-        )
+        parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
+        found: Prepared = joined(parts, np.argsort(np.concatenate([*ways.values()])))
+        return found
 
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
@@ -385,7 +384,7 @@ class Predictor:
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         step = whole(self._seconds(p, constants))
-        return np.asarray(np.log(step) + constants[..., len(TIME) :] @ p.quirks.T)
+        return np.asarray(np.log(step) + constants[..., len(TIME) :] @ p.quirks)
 
 
 def rate_factors(constants: Floats) -> dict[str, Floats]:
@@ -496,7 +495,7 @@ class _Breakdowns:
             needed_bytes=needed,
             sure_bytes=float(table.sure[i]),
             memory=self._memory(i, at),
-            moment=estimate.moments[at],
+            moment=MOMENTS[int(estimate.terms[MOMENT][at, i])],
             host_bytes=host,
             step_seconds=step,
             step_interval=(step / spread, step * spread),
@@ -512,17 +511,19 @@ class _Breakdowns:
         """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
         k, terms = dict(zip(MEMORY_CONSTANTS, self.constants, strict=True)), self.prepared.memory.terms
         activations = float(terms[ACTIVATIONS][at, i])
-        loss = min(float(self.prepared.loss[i]), activations) if self._holds_logits(at, i) else 0.0
+        # The logits exist in forward, and in backward until what forward left is freed.
+        held = activations >= 0.9 * float(terms[ACTIVATIONS][:, i].max())
+        loss = held * min(float(self.prepared.loss[i]), activations)
         memory = {name: float(terms[name][i]) for name in RESIDENT}
-        in_step = self.prepared.memory.moments[at] in ("step", "init")
         copies = k["temporaries"] * float(terms[COPIES][at, i])
-        memory[GRADIENTS] += 0.0 if in_step else copies
+        in_step = float(terms[MOMENT][at, i] >= MOMENTS.index("step"))
+        memory[GRADIENTS] += (1 - in_step) * copies
         memory |= {
             ACTIVATIONS: activations - loss,
             "logits and loss": loss,
             BUCKET: k["buckets"] * terms[BUCKET][at, i],
             GATHERED: k["gathered"] * terms[GATHERED][at, i],
-            "step copies": copies if in_step else 0.0,
+            "step copies": in_step * copies,
         }
         if self.hardware.device == "cpu":
             memory[HOST] = terms[HOST][i]
@@ -532,12 +533,6 @@ class _Breakdowns:
         less = min(1.0, whole / tensors) if tensors > 0 else 1.0
         memory = {name: less * float(size) for name, size in memory.items()}
         return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
-
-    def _holds_logits(self, at: int, i: int) -> bool:
-        """Check that the logits exist at a moment: in forward, and in backward until what forward left is freed."""
-        names, activations = self.prepared.memory.moments, self.prepared.memory.terms[ACTIVATIONS][:, i]
-        forward = max(activations[j] for j, name in enumerate(names) if name == "forward")
-        return names[at] == "forward" or (names[at] == "backward" and activations[at] >= 0.9 * forward)
 
     def _binding(self, needed: float, host_of_all: float, time: dict[str, float]) -> str:
         """Return the limit of the candidate: memory that it exceeds, or the cause that takes most of its step."""
@@ -563,9 +558,6 @@ def _interval(size: float, sigma: float) -> tuple[float, float]:
 # -- prepared features -------------------------------------------------------------------------------------------------
 
 
-_PER_CANDIDATE = ("quirks", "doubt", "uneven", "loss")  # plain arrays of a Prepared
-
-
 @dataclass
 class Prepared:
     """Parts of predictions without calibration and rates; one entry or row per candidate, in their order."""
@@ -573,7 +565,7 @@ class Prepared:
     columns: Columns
     memory: MemoryEstimate
     work: StepWork
-    quirks: Floats  # (n, quirks)
+    quirks: Floats  # (quirks, n)
     doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
     uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
     loss: Floats  # (n,) bytes of logits and loss while both exist; 0 if the loss is computed in chunks
@@ -591,31 +583,6 @@ class Prepared:
         uneven, spread = uneven_shares(job, c, b.terms[ACTIVATIONS].max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         return cls(c, b, step_work(job, trace, c, device, loss), quirks_of(c), doubt, uneven, loss)
-
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[Prepared, list[int]]]) -> Prepared:
-        """Join parts with different traces, each with the indices of its candidates."""
-        order = np.argsort(np.concatenate([np.array(at) for _, at in parts]))
-        made = [part for part, _ in parts]
-
-        def beside(whole: Sequence[Any]) -> dict[str, Any]:
-            return {name: np.concatenate([vars(one)[name] for one in whole])[order] for name in vars(whole[0])}
-
-        return cls(
-            Columns(**beside([part.columns for part in made])),
-            MemoryEstimate.joined([part.memory for part in made], order),
-            StepWork(**beside([part.work for part in made])),
-            **{name: np.concatenate([getattr(part, name) for part in made])[order] for name in _PER_CANDIDATE},
-        )
-
-    def rows(self, chosen: Flags | Places) -> Prepared:
-        """Select the candidates where `chosen` is true, or at these indices."""
-        return Prepared(
-            self.columns.only(chosen),
-            self.memory.only(chosen),
-            StepWork(**{name: value[chosen] for name, value in vars(self.work).items()}),
-            **{name: getattr(self, name)[chosen] for name in _PER_CANDIDATE},
-        )
 
 
 def doubt_of(
@@ -638,7 +605,7 @@ def doubt_of(
 
 
 def quirks_of(c: Columns) -> Floats:
-    """Return (n, quirks): the extent to which each of `calibration.QUIRKS` applies to each candidate, in their order."""
+    """Return (quirks, n): the extent to which each of `calibration.QUIRKS` applies to each candidate, in their order."""
     zero = c.stage > 0
     columns = {
         "machine": np.ones(len(c)),
@@ -657,8 +624,7 @@ def quirks_of(c: Columns) -> Floats:
         "adapted": c.lora > 0,
         "packed": c.packed,
     }
-    rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
-    return np.asarray(rows.T)
+    return np.array([columns[name] for name in QUIRKS], dtype=np.float64)
 
 
 # -- uneven batches ----------------------------------------------------------------------------------------------------

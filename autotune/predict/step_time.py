@@ -21,7 +21,7 @@ from autotune.predict.zero_memory import (
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, declared_image_size, text_config
+from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, text_config
 from autotune.util.units import GIB, MIB
 
 # DeviceRates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
@@ -310,11 +310,11 @@ def host_limit_bytes(hardware: Hardware) -> float:
 
 Config = dict[str, Any]
 
-# Architectures and towers whose MLP has two matrices. All other architectures add a third as a gate.
+# Architectures whose MLP has two matrices. All other architectures add a third as a gate.
 _UNGATED = frozenset(
     (
         "gpt2 phi gpt_neox opt mpt bert roberta xlm-roberta camembert electra deberta deberta-v2 distilbert albert bart "
-        "mbart blenderbot pegasus marian m2m_100 clip_vision_model siglip_vision_model idefics3_vision qwen2_vl qwen3_vl"
+        "mbart blenderbot pegasus marian m2m_100 t5"
     ).split()
 )
 # Names of the same size in different families.
@@ -414,8 +414,6 @@ def _mlp_parameters(text: Config, hidden: int, layers: int) -> int:
     """Return the MLP parameters of all layers that one token uses."""
     inner = _first(text, _INNER) or 4 * hidden
     ungated = text.get("model_type") in _UNGATED
-    if text.get("model_type") in ("t5", "mt5", "umt5"):
-        ungated = not str(text.get("feed_forward_proj", "relu")).startswith("gated")
     matrices = 2 if ungated else 3
     dense = matrices * hidden * inner
     experts = _first(text, _EXPERTS)
@@ -435,43 +433,14 @@ def model_flops_per_token(job: Job) -> float | None:
 
     6 x matmul parameters + 12 x layers x attention width x sequence (Chowdhery et al. 2022, PaLM, appendix B).
 
-    Recomputation is not counted. Frozen weights take 4 instead of 6, as they have no gradients. An image tower's FLOPs are
-    divided among the tokens of its sequence. The two stacks of an encoder-decoder are divided among the tokens of source and
-    target. None for an unknown shape.
+    Recomputation is not counted. Frozen weights take 4 instead of 6, as they have no gradients. None for an unknown shape, and
+    for models of two stacks: encoder-decoders, and those with an image tower.
     """
-    config = job.model.config
-    shape, parameters = dense_shape(config), matmul_parameters(config, job.task)
-    if shape is None or parameters is None:
+    shape, parameters = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
+    if shape is None or parameters is None or job.task in (SEQ2SEQ, IMAGE_TEXT):
         return None
-    layers, attention, vocabulary, hidden = shape
-    times = 4.0 if job.lora else 6.0
-    if job.task == SEQ2SEQ:
-        # means of a source token, which the encoder processes, and a target token
-        deep = _first(config, ("num_decoder_layers", "decoder_layers")) or layers
-        one_layer = (parameters - hidden * vocabulary) / layers
-        crossing = 4 * hidden * attention  # projections, for source and target alike
-        products = one_layer * (layers + deep) + crossing * deep + hidden * vocabulary
-        scores = 12.0 * (layers + 2 * deep) * attention * job.seq_len
-        return (times * products + scores) / 2
-    tower = _tower_flops(job, times) if job.task == IMAGE_TEXT else 0.0
-    if tower is None:
-        return None
-    return times * parameters + 12.0 * layers * attention * job.seq_len + tower / job.seq_len
-
-
-def _tower_flops(job: Job, times: float) -> float | None:
-    """Return the FLOPs of one image in its tower; None if the configuration does not give its shape."""
-    vision = job.model.config.get("vision_config")
-    size = job.image_size or declared_image_size(job.model.config)
-    patch = vision.get("patch_size") if isinstance(vision, dict) else None
-    if not isinstance(vision, dict) or size is None or not isinstance(patch, int):
-        return None
-    layers, hidden = _first(vision, _LAYERS), _first(vision, _HIDDEN)
-    if layers is None or hidden is None:
-        return None
-    patches = (size // patch) ** 2
-    parameters = layers * 4 * hidden * hidden + _mlp_parameters(vision, hidden, layers)
-    return float(patches * (times * parameters + 12.0 * layers * hidden * patches))
+    layers, attention, _, _ = shape
+    return (4.0 if job.lora else 6.0) * parameters + 12.0 * layers * attention * job.seq_len
 
 
 # -- startup -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from autotune.errors import NotProtected, UserError
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import (
@@ -33,14 +31,12 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import LIGER_LOSS, Job
 from autotune.problem.models import IMAGE_TEXT
 from autotune.rank.sandbox import remove
-from autotune.util.bounds import bounded_bytes
 from autotune.util.entry_points import NOT_PROTECTED, TRACER
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
-_OWN_SHARE = 0.5  # share of a core, below which a trace that does not come tells of the machine and not of the model
 
 
 _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention only support fp16 and bf16 data type"
@@ -79,8 +75,7 @@ def trace_job(
     """Return the job's trace from the cache, or make it in a separate process.
 
     A model that cannot be traced here gets an estimate. Causes are a kernel that needs a GPU, an operator that needs values,
-    or a process that died. The estimate is not cached, as a later version may trace the model. A timeout is cached: these
-    versions are not tried again for the same time limit. If the machine was busy, the next call tries again.
+    a timeout, or a process that died. The estimate is not cached, as a later call may trace the model.
 
     Args:
         loss: one of the ways in `tracer.loss_of`.
@@ -113,11 +108,7 @@ def trace_job(
     path = cache_path(job, loss, device)
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are processed one by one
-    late = path.with_suffix(".late.json")
-    answer = _known_late(late, timeout_seconds) or _ask_tracer(job, [loss, device], timeout_seconds, cancelled)
-    if "late_seconds" in answer:
-        with contextlib.suppress(OSError):
-            write_atomically(late, json.dumps(answer))
+    answer = _ask_tracer(job, [loss, device], timeout_seconds, cancelled)
     if "trace" in answer:
         with contextlib.suppress(OSError):
             write_atomically(path, json.dumps(answer["trace"]))
@@ -133,14 +124,6 @@ def trace_job(
     return closed_form_trace(job, why, sizes)
 
 
-def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
-    """Return the cached answer of an earlier call whose trace timed out after at least as many seconds, or None."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        known: dict[str, Any] = json.loads(bounded_bytes(path, stored=True))
-        return known if known["late_seconds"] >= timeout_seconds else None
-    return None
-
-
 def _ask_tracer(job: Job, options: list[str], timeout_seconds: float, cancelled: Callable[[], bool]) -> dict[str, Any]:
     """Run the tracer and return its answer.
 
@@ -148,14 +131,8 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float, cancelled:
     configuration's error. A process that dies or hangs counts as `untraceable`. The process sees no GPU, unless only sizes
     are requested, as some models do not load without one.
     """
-    try:
-        asked, agreed = json.dumps(job.order()), job.unprotected or not job.has_own_code
-        said, complaint = _run_tracer(options, asked, timeout_seconds, cancelled, job.interpreter, agreed)
-    except _TooLong as error:
-        late = {"late_seconds": timeout_seconds} if error.worked else {}
-        return {"untraceable": str(error), **late, **_last_answer(error.said)}
-    except TimeoutError as error:
-        return {"untraceable": str(error)}
+    asked, agreed = json.dumps(job.order()), job.unprotected or not job.has_own_code
+    said, complaint = _run_tracer(options, asked, timeout_seconds, cancelled, job.interpreter, agreed)
     answer = _last_answer(said)
     if answer.keys() - {"sizes"} or (answer and "--sizes" in options):
         return answer
@@ -189,7 +166,6 @@ def _run_tracer(
 
     Raises:
         NotProtected: the machine offers none, and `agreed` is false.
-        TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
     seen = {} if "--sizes" in options else _NO_GPU
     with (
@@ -213,48 +189,26 @@ def _run_tracer(
     return found
 
 
-class _TooLong(TimeoutError):
-    """The tracer was ready but did not finish in time."""
-
-    def __init__(self, timeout_seconds: float, said: str, worked: bool) -> None:
-        super().__init__(f"no trace within {timeout_seconds:.0f} s" + (" of a busy machine" if not worked else ""))
-        self.said, self.worked = said, worked  # output so far; True if the tracer had a core for itself
-
-
 def _outputs(
     tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float, cancelled: Callable[[], bool]
 ) -> tuple[str, str]:
-    """Return the process's output when it ends.
+    """Return the process's output. If it is cancelled or late, return the output so far and the reason.
 
     The time limit starts after the imports, which take minutes from a network disk.
     """
-    imported, until = False, time.monotonic() + IMPORT_SECONDS
-    while True:
+    said, late = b"", f"no trace within {timeout_seconds:.0f} s"
+    why, until = f"torch and transformers not imported within {IMPORT_SECONDS} s", time.monotonic() + IMPORT_SECONDS
+    while time.monotonic() < until:
         try:
             return tracing.communicate(asked, timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
         except subprocess.TimeoutExpired as so_far:
-            asked = None  # the input is sent only once
-            if cancelled():
-                raise TimeoutError("no trace before the end of the budget") from None
-            if not imported and IMPORTED.encode() in (so_far.output or b"").splitlines():
-                imported, until = True, time.monotonic() + timeout_seconds
-            elif time.monotonic() >= until:
-                if imported:
-                    said = (so_far.output or b"").decode(errors="replace")
-                    worked_seconds = _worked_seconds(tracing.pid)
-                    raise _TooLong(timeout_seconds, said, worked_seconds >= _OWN_SHARE * timeout_seconds) from None
-                raise TimeoutError(f"torch and transformers not imported within {IMPORT_SECONDS} s") from None
-
-
-def _worked_seconds(pid: int) -> float:
-    """Return the CPU seconds of a tracer and its forked workers."""
-    worked = 0.0
-    with contextlib.suppress(psutil.Error):
-        tracer = psutil.Process(pid)
-        for process in (tracer, *tracer.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                worked += sum(process.cpu_times()[:4])  # includes ended children
-    return worked
+            asked, said = None, so_far.output or b""  # the input is sent only once
+        if cancelled():
+            why = "no trace before the end of the budget"
+            break
+        if why != late and IMPORTED.encode() in said.splitlines():
+            why, until = late, time.monotonic() + timeout_seconds
+    return said.decode(errors="replace"), why
 
 
 def traced_predictor(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autotune.errors import UserError
+from autotune.predict.features import selected
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, TRACED_KNOBS, Candidate, Value
@@ -118,9 +119,9 @@ class JobPredictions:
     def prediction(self, place: int) -> Prediction:
         """Return the prediction of one candidate with its breakdowns."""
         at = np.array([place])
-        row = Table(**{name: column[at] for name, column in vars(self.table).items()})
+        row = selected(self.table, at)
         candidates = [self._candidates[place]]
-        return self._predictor.prepared_predictions(candidates, self._prepared.rows(at), row)[0]
+        return self._predictor.prepared_predictions(candidates, selected(self._prepared, at), row)[0]
 
 
 def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autotune.predict.features import Columns, Flags, Floats, Places
+from autotune.predict.features import Columns, Flags, Floats, Places, selected
 from autotune.predict.trace_data import FORWARD, Pass, Trace
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate, put
 from autotune.problem.ds_config import in_new_names, value_at
@@ -42,7 +42,7 @@ SEGMENTS = "segments"
 RESIDENT = (WEIGHTS, GRADIENTS, MASTERS, STATES)  # (n,) each: allocated all the time
 # (moments, n) each; COPIES are the gradients of a pass, and the copies that a step makes
 PASSING = (BUCKET, GATHERED, COPIES, ACTIVATIONS)
-MOMENTS = ("forward", "backward", "step", "init")
+MOMENT, MOMENTS = "moment", ("forward", "backward", "step", "init")
 # Share of a loss in its largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
 LARGEST_OF_LOSS = 0.4
 
@@ -54,13 +54,16 @@ class MemoryEstimate:
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
 
     Args:
-        moments: name of each, one of MOMENTS.
-        terms: RESIDENT and PASSING; SEGMENTS, (moments, n): segments that only a step's flat tensors use; HOLES_LEFT and HOST,
-            (n,): space between frozen partitions, main memory.
+        terms: RESIDENT and PASSING; MOMENT, (moments, n): index of the name in MOMENTS; SEGMENTS, (moments, n): segments that
+            only a step's flat tensors use; HOLES_LEFT and HOST, (n,): space between frozen partitions, main memory.
     """
 
-    moments: tuple[str, ...]
     terms: Terms
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Return the name of each moment of the first candidate."""
+        return tuple(MOMENTS[int(at)] for at in self.terms[MOMENT][:, 0])
 
     def resident(self) -> Floats:
         """Return (n,) bytes of the device that stay allocated."""
@@ -71,31 +74,10 @@ class MemoryEstimate:
         """Return (n,) bytes of main memory."""
         return self.terms[HOST]
 
-    def only(self, chosen: Flags | Places) -> MemoryEstimate:
-        """Select the candidates where `chosen` is true, or at these indices."""
-        return MemoryEstimate(self.moments, {name: size[..., chosen] for name, size in self.terms.items()})
-
     def at(self, moments: Places) -> Terms:
         """Return the terms, (n,) each, of each candidate at one of the moments."""
         every = np.arange(len(moments))
         return {name: size[moments, every] if size.ndim > 1 else size for name, size in self.terms.items()}
-
-    @classmethod
-    def joined(cls, parts: Sequence[MemoryEstimate], order: Places) -> MemoryEstimate:
-        """Join candidates with different traces, and reorder them. A part with fewer moments of a name repeats the last."""
-        places = [[np.flatnonzero(np.array(part.moments) == name) for name in MOMENTS] for part in parts]
-        counts = [max(map(len, found)) for found in zip(*places, strict=True)]
-        rows = [
-            np.concatenate([np.pad(at, (0, count - len(at)), "edge") for at, count in zip(found, counts, strict=True)])
-            for found in places
-        ]
-        terms = {}
-        for name, size in parts[0].terms.items():
-            sizes = [part.terms[name] for part in parts]
-            if size.ndim > 1:
-                sizes = [one[at] for one, at in zip(sizes, rows, strict=True)]
-            terms[name] = np.concatenate(sizes, axis=-1)[..., order]
-        return cls(tuple(np.repeat(MOMENTS, counts)), terms)
 
 
 @dataclass(frozen=True)
@@ -274,7 +256,7 @@ def estimate_memory(
     ]
     for function, mine in stages:
         if mine.any():
-            for name, size in function(sizes, columns.only(mine), at).items():
+            for name, size in function(sizes, selected(columns, mine), at).items():
                 terms[name][..., mine] = size
     terms[ACTIVATIONS] = _activations(job, trace, columns, at)
     # The allocator never merges free blocks of different segments, unless they are expandable: a step's flat tensors that are
@@ -284,7 +266,8 @@ def estimate_memory(
     other = (at.checkpointing != (columns.checkpointing == 1)) & ~np.isnan(at.checkpointing)
     for name in PASSING:
         terms[name][other] = 0.0
-    return MemoryEstimate(at.names, terms)
+    terms[MOMENT] = np.tile([[float(MOMENTS.index(name))] for name in at.names], len(columns))
+    return MemoryEstimate(terms)
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------

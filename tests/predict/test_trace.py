@@ -129,25 +129,18 @@ class SlowTracer:
 
 
 @pytest.mark.parametrize(
-    ("imported", "ended", "worked", "answer"),
+    ("imported", "ended", "answer"),
     [
-        (1000.0, 1299.0, 299.0, {"trace": 1}),
-        (0.0, 301.0, 290.0, {"untraceable": "no trace within 300 s", "late_seconds": 300.0}),
-        (1000.0, 1302.0, 290.0, {"untraceable": "no trace within 300 s", "late_seconds": 300.0}),
-        (0.0, 301.0, 100.0, {"untraceable": "no trace within 300 s of a busy machine"}),  # the next call tries again
-        (1900.0, 2000.0, 20.0, {"untraceable": "torch and transformers not imported within 1800 s"}),
+        (1000.0, 1299.0, {"trace": 1}),
+        (0.0, 301.0, {"untraceable": "no trace within 300 s"}),
+        (1000.0, 1302.0, {"untraceable": "no trace within 300 s"}),
+        (1900.0, 2000.0, {"untraceable": "torch and transformers not imported within 1800 s"}),
     ],
 )
-def test_slow_imports_and_busy_machines_are_no_reason_against_a_trace(
-    imported: float,
-    ended: float,
-    worked: float,
-    answer: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-    tracer_process: None,
+def test_slow_imports_are_no_reason_against_a_trace(
+    imported: float, ended: float, answer: dict[str, object], monkeypatch: pytest.MonkeyPatch, tracer_process: None
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(tracing, "_worked_seconds", lambda pid: worked)
     monkeypatch.setattr(subprocess, "Popen", SlowTracer(clock, imported, ended))
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     assert tracing._ask_tracer(make_job(), [], 300.0, lambda: False) == answer
@@ -171,19 +164,6 @@ def test_a_tracer_that_is_given_up_leaves_nothing_running() -> None:
             return True
 
     wait_until(ended, "the tracer's child is gone", seconds=20)
-
-
-def test_what_a_tracer_and_its_workers_have_worked_is_counted() -> None:
-    code = (
-        "import os, time\nif os.fork() == 0:\n while time.process_time() < 0.4: pass\n print(flush=True)\n time.sleep(60)\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
-        process.stdout.readline()
-        found = tracing._worked_seconds(process.pid)
-        os.killpg(process.pid, 9)
-    assert 0.3 <= found < 30, "the kernel counts in hundredths, rounded down"
-    assert tracing._worked_seconds(process.pid) == 0.0, "it is gone"
 
 
 @pytest.mark.slow
