@@ -156,6 +156,7 @@ TIME = {
     "pcie": Prior(np.log(1 / 0.7), 0.4),
     "cpu_adam": Prior(1.5, 0.9),
     "optimizer": Prior(np.log(1 / 0.7), 0.3),
+    "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
 _KNOWN_CORES = Prior(np.log(1 / 0.85), 0.35)  # `cpu_adam`, if the number of cores is known
@@ -163,7 +164,7 @@ _KNOWN_RING = Prior(
     np.log(1 / 0.8), 0.2
 )  # `comm`, if the self-test measured an all-reduce, which takes `reduce` as long
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
-_OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer")
+_OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
 _OF_THE_CARD = ("products", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # CPU ranks, in logarithms. `machine`: its rates together may be several times the assumed ones. `stageN`: how much
@@ -195,6 +196,11 @@ QUIRKS = {
     "adapted": 0.05,
     "packed": 0.1,
 }
+
+
+# Stragglers and congestion: sigma of all steps for each doubling of the nodes. Source: InternLM/InternEvo's rows on 16 to 1024
+# GPUs (`benchmarks/predict/published.py --rows`).
+_NODES_SIGMA = 0.03
 
 
 def overhead_prior(hardware: Hardware, ranks: int) -> Prior:
@@ -238,6 +244,7 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
     """
     facts = hardware.gpu_facts
     known, doubt, quirks = dict(TIME), dict.fromkeys(TIME, 0.0), {name: Prior(0.0, one) for name, one in QUIRKS.items()}
+    quirks["machine"] = Prior(0.0, float(np.hypot(QUIRKS["machine"], _NODES_SIGMA * np.log2(hardware.nodes))))
     if cores_of(hardware):
         known["cpu_adam"] = _KNOWN_CORES
     if facts is None:
@@ -262,11 +269,11 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
 # Factors on the intervals of uncalibrated predictions, with which they hold 90 % of the published rows of a kind of job.
 # Source: `benchmarks/predict/published.py --coverage`. Every other kind has 1.
 
-_QLORA_PEAK = 1.47607
-_LORA_PEAK, _LORA_STAGE3_PEAK = 1.97101, 1.27933  # on several GPUs of one machine
-_STAGE3_PEAK = (1.49822, 1.09399)  # full training without offload on one GPU, and on several of one machine
-_STAGE3_STEP = 1.15256  # full training on several GPUs of one machine, without offload
-_NODES_STEP = 1.05047  # full training on several machines
+_QLORA_PEAK = 1.47517
+_LORA_PEAK, _LORA_STAGE3_PEAK = 1.97185, 1.27966  # on several GPUs of one machine
+_STAGE3_PEAK = (1.4975, 1.09399)  # full training without offload on one GPU, and on several of one machine
+_STAGE3_STEP = 1.17769  # full training on several GPUs of one machine, without offload
+_NODES_STEP = 1.09061  # full training on several machines
 
 
 def coverage_factors(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:

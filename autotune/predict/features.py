@@ -82,9 +82,10 @@ def joined(trees: Sequence[Any], order: Places) -> Any:
         return {name: joined([tree[name] for tree in trees], order) for name in first}
     if not isinstance(first, np.ndarray):
         return type(first)(**joined([vars(tree) for tree in trees], order))
-    rows = max(map(len, trees))
-    padded = [np.pad(one, [(0, rows - len(one)), (0, 0)][-2 * (one.ndim - 1) :], "edge") for one in trees]
-    return np.concatenate(padded, axis=-1)[..., order]
+    if first.ndim > 1:
+        rows = max(map(len, trees))
+        trees = [np.pad(one, ((0, rows - len(one)), (0, 0)), "edge") for one in trees]
+    return np.concatenate(trees, axis=-1)[..., order]
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ HOST_MEMORY_GB_PER_S, CORE_GB_PER_S = 120.0, 5.0
 # FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
 NVME_GB_PER_S = 2.0
+BUCKET_SECONDS = (
+    3e-5  # to start one collective within a node; without it a search takes twice the trials (search/search.py)
+)
 # Bytes per second that pointwise kernels would reach on a card of unlimited bandwidth: instructions and launches take time, too.
 # With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about
 # the four fifths that slower cards are known for.
@@ -127,6 +130,7 @@ class StepWork:
     step_gathered: Floats
     step_reduced: Floats
     step_transferred: Floats
+    collectives: Floats  # number
     optimizer: Floats  # bytes of device memory
     cpu_adam: Floats  # bytes of main memory
     nvme: Floats  # bytes
@@ -188,11 +192,14 @@ def _sent(job: Job, trace: Trace, c: Columns) -> dict[str, Floats]:
     reduced = others * total * c.communicated * np.where(scatters, 1.0, 2.0)
     whole = persistent(trace, c)  # gathered after a step, and kept
     again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(c)))
+    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
+    gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
     return {
         "gathered": np.where(three, others * width * (held - whole + again), 0.0),
         "step_gathered": others * width * np.select([one | two, three], [total, whole], 0.0),
         "reduced": np.where(two | three, reduced, 0.0),
         "step_reduced": np.where(two | three, 0.0, reduced),
+        "collectives": (buckets + gathers) * (ranks > 1),
     }
 
 
@@ -270,7 +277,9 @@ def seconds(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]
         # that the device does not hide; the host reads the gradients' norm in the step, so nothing hides its work there
         "host": (compute - device) * c.accumulation + k["starts"] * w.step_starts,
         # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
-        "communication": waits * c.accumulation + _exposed(step, 0.66 * hidden, compute),
+        "communication": waits * c.accumulation
+        + _exposed(step, 0.66 * hidden, compute)
+        + k["collectives"] * w.collectives * BUCKET_SECONDS,
         "optimizer": k["optimizer"] * w.optimizer / rates.memory,
         "offload": transfers * c.accumulation
         + k["pcie"] * w.step_transferred / rates.pcie

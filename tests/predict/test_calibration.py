@@ -7,7 +7,7 @@ import pytest
 from autotune.predict.calibration import QUIRKS, TIME, Prior, time_priors
 from autotune.problem.hardware import Hardware, detect, named_hardware
 
-OF_PARAMETERS = {"comm", "reduce", "pcie", "cpu_adam", "optimizer"}
+OF_PARAMETERS = {"comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives"}
 
 
 def believed(hardware: Hardware, untraced: bool = False, counted: bool = True) -> dict[str, Prior]:
