@@ -287,7 +287,7 @@ def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: s
     assert ("--local_rank" in seen.flags) == (way == "training_data")
     switch = "--gradient_checkpointing"
     assert seen.spellings == ({switch: [None, switch]} if way == "training_data" else {})
-    assert command_sets_all(found.script) == (way == "name=value")
+    assert command_sets_all(found.script) == (way in ("name=value", "arguments in a file"))
     outcome = scripts.measure(found, make_candidate(2, 4, 3))
     assert outcome.ok, outcome
     measured = outcome.measurement

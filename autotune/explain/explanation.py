@@ -249,7 +249,7 @@ class MemoryTable:
             text += "; the number of GPUs does not matter, since nothing is divided"
         if training.micro_batch and training.tokens:
             batch = memory[ACTIVATIONS] + memory["logits and loss"]
-            text += f"; a batch of {training.micro_batch} x {training.tokens:,} tokens adds {format_bytes(batch)}"
+            text += f"; a batch of {training.micro_batch} x {training.tokens:,} tokens adds up to {format_bytes(batch)}"
         return text
 
     def nearest_change(self, before_batch: bool) -> str:
