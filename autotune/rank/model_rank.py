@@ -15,7 +15,7 @@ from autotune.problem.outcome import Phase
 from autotune.problem.training_trace import MOST_STEPS
 from autotune.rank import measure
 from autotune.rank.base import BaseRank
-from autotune.rank.hooks.base import first_tensor, sizes_of
+from autotune.rank.hooks.base import sizes_of
 from autotune.rank.measure import MeasureRequest, StepParts, certify_save, checkpoint, load, measure_as, run_as
 from autotune.rank.script_rank import Overflows
 from autotune.rank.training_trace import TraceRecorder
@@ -174,8 +174,8 @@ class ModelRank(BaseRank):
         batch = next(batches)
         self.fault(Phase.FORWARD)
         if self.trace.records:
-            given = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
-            self.trace.forward(first_tensor(*given), sizes_of(*given).rows, certain=True)
+            sizes = sizes_of((), batch) if isinstance(batch, dict) else sizes_of(tuple(batch), {})
+            self.trace.forward(sizes.tensor, sizes.rows)
         loss = self.loss(self.engine, batch)
         self._note_memory()
         self.phase = Phase.BACKWARD

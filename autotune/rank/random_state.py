@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from autotune.rank.patches import Original, Patches
+from autotune.rank.patches import Call, Patches
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
 _MOST_SEEDS = 64  # seeds that a script names; a data set may name one for each sample
@@ -92,53 +92,51 @@ class RandomState:
 
         kernel = os.urandom
 
-        def seeds(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        def seeds(owner: Any, name: str, around: Callable[[Call], Any]) -> None:
             self._seeding.add(_package(getattr(owner, "__module__", owner.__name__)))
             patches.wrap(owner, name, around)
 
-        def urandom(_: Any, count: int, /) -> bytes:
-            return self._bytes(count)
+        def urandom(call: Call) -> bytes:
+            return self._bytes(call.args[0])
 
-        def seed_python(original: Original, made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
+        def seed_python(call: Call) -> None:
             caller = sys._getframe(3).f_globals  # globals of the caller of `Random.__init__`, which calls `wrap`
-            naming = a is None and caller.get("__name__") in _NAMING
-            number = kernel(16) if naming else self._number() if a is None else self._repeated(a)
-            original(made, number, *args, **kwargs)
-
-        def seed_default(original: Original, /, *args: Any, **kwargs: Any) -> None:
-            named = [name for name in ("a", "seed") if kwargs.get(name) is not None]
-            if args and args[0] is not None:
-                original(self._repeated(args[0]), *args[1:], **kwargs)
-            elif named:
-                original(*args, **{**kwargs, named[0]: self._repeated(kwargs[named[0]])})
+            seed = call.given["a"]
+            if seed is None and caller.get("__name__") in _NAMING:
+                call.change(a=kernel(16))
             else:
-                original(self._number() % 2**32)
+                call.change(a=self._number() if seed is None else self._repeated(seed))
+            call()
 
-        def seed_all(original: Original, /, seed: Any) -> Any:
-            number, theirs = self._repeated(seed), self._is_scripts
+        def seed_default(call: Call) -> None:
+            ((name, seed),) = list(call.given.items())[:1]
+            call.change(**{name: self._number() % 2**32 if seed is None else self._repeated(seed)})
+            call()
+
+        def seed_all(call: Call) -> Any:
+            call.change(seed=self._repeated(call.given["seed"]))
+            theirs = self._is_scripts
             self._is_scripts = False  # `torch.manual_seed` calls `torch.cuda.manual_seed_all`
             try:
-                return original(number)
+                return call()
             finally:
                 self._is_scripts = theirs
 
-        def seed_torch(_: Any, /) -> int:
+        def seed_torch(_: Call) -> int:
             torch.manual_seed(number := self._number())
             return number
 
-        def noted(original: Original, /, seed: Any = None) -> Any:
-            return self._note(original(seed if seed is None else self._repeated(seed)))
+        def noted(call: Call) -> Any:
+            seed = call.given["seed"]
+            call.change(seed=seed if seed is None else self._repeated(seed))
+            return self._note(call())
 
         patches.wrap(os, "urandom", urandom)
         patches.wrap(random, "_urandom", urandom)  # read by `SystemRandom`, `secrets` and numpy's `SeedSequence`
         # Names by uuid and tokens must differ between trials that share a folder. numpy takes its seeds from `secrets.randbits`.
-        patches.wrap(uuid, "uuid4", lambda _, /: uuid.UUID(bytes=kernel(16), version=4))
-        patches.wrap(
-            secrets,
-            "token_bytes",
-            lambda _, /, nbytes=None: kernel(secrets.DEFAULT_ENTROPY if nbytes is None else nbytes),
-        )
-        patches.wrap(secrets, "choice", lambda _, /, seq: seq[int.from_bytes(kernel(8), "big") % max(1, len(seq))])
+        patches.wrap(uuid, "uuid4", lambda _: uuid.UUID(bytes=kernel(16), version=4))
+        patches.wrap(secrets, "token_bytes", lambda call: kernel(call.given["nbytes"] or secrets.DEFAULT_ENTROPY))
+        patches.wrap(secrets, "choice", lambda call: call.args[0][int.from_bytes(kernel(8), "big") % len(call.args[0])])
         seeds(random.Random, "seed", seed_python)
         seeds(random, "seed", seed_default)
         for owner in (torch, torch.random):

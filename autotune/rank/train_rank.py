@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import functools
 import os
 import signal
 import sys
@@ -40,7 +39,7 @@ from autotune.rank.checkpoints import (
 from autotune.rank.hooks.base import Context, TrainingObserver
 from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.measure import run_script
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import import_or_none
 from autotune.util.linux import ignore_user_signals
@@ -102,7 +101,8 @@ class TrainRank(BaseRank, TrainingObserver):
         if arguments_class is None:
             return
 
-        def post_init(original: Original, arguments: Any) -> None:
+        def post_init(call: Call) -> None:
+            arguments = call.owner
             if isinstance(arguments.output_dir, str):
                 folder = Path(os.path.expanduser(arguments.output_dir)).resolve()
                 if self.number == 0:
@@ -110,7 +110,7 @@ class TrainRank(BaseRank, TrainingObserver):
                 unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
                 if unsaved and hasattr(arguments, "overwrite_output_dir"):  # transformers < 5, other libraries
                     arguments.overwrite_output_dir = True
-            original(arguments)
+            call()
 
         self.context.patches.wrap(arguments_class, "__post_init__", post_init)
 
@@ -123,11 +123,10 @@ class TrainRank(BaseRank, TrainingObserver):
         if trainer_class is None:  # then the script has no Trainer either
             return
 
-        def train(
-            original: Original, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            folder = Path(trainer.args.output_dir).resolve()
-            return original(trainer, self._resumed(folder, resume_from_checkpoint), *args, **kwargs)
+        def train(call: Call) -> Any:
+            folder = Path(call.owner.args.output_dir).resolve()
+            call.change(resume_from_checkpoint=self._resumed(folder, call.given["resume_from_checkpoint"]))
+            return call()
 
         self.context.patches.wrap(trainer_class, "train", train)
 
@@ -192,14 +191,14 @@ class TrainRank(BaseRank, TrainingObserver):
         """Convert and load checkpoints of other rungs, report each load, and record the folders of saves."""
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        def load_checkpoint(
-            original: Original, engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            folder, latest = Path(load_dir), tag is None
-            tag = self._sound_tag(folder) if latest else tag
-            load = functools.partial(load_any, original, convert=self.spec["convert"], print_line=self._tell)
+        def load_checkpoint(call: Call) -> Any:
+            folder, tag = Path(call.given["load_dir"]), call.given["tag"]
+            tag = self._sound_tag(folder) if tag is None else tag
+            call.change(tag=tag)
             try:
-                found = load(engine, load_dir, tag, *args, **kwargs)
+                found = load_any(
+                    call.original, *call.args, convert=self.spec["convert"], print_line=self._tell, **call.kwargs
+                )
             except Exception as error:
                 if name := tag or tag_of(folder):
                     self._unloaded = error, str(folder / str(name))
@@ -208,10 +207,11 @@ class TrainRank(BaseRank, TrainingObserver):
                 self._tell_resumed(str(found[0]))
             return found
 
-        def save_checkpoint(original: Original, engine: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(save_dir) not in self.written:
-                self.written.append(str(save_dir))
-            return original(engine, save_dir, *args, **kwargs)
+        def save_checkpoint(call: Call) -> Any:
+            folder = str(call.given["save_dir"])
+            if folder not in self.written:
+                self.written.append(folder)
+            return call()
 
         self.context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
         self.context.patches.wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)

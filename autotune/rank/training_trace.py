@@ -51,7 +51,6 @@ class TraceRecorder:
         self._seconds = 0.0  # spent on recording since `take_seconds`
         self._steps: list[dict[str, Any]] = []
         self._step = _new_step()
-        self._pending: list[tuple[int, Any]] = []  # (rows, digest) of forwards in evaluation mode
         self._in_backward = False
         # tensor on which autograd runs now for a script that calls `loss.backward()`; it keeps its whole graph alive
         self.root: Any = None
@@ -69,7 +68,7 @@ class TraceRecorder:
         self._autocast: bool | None = None  # the script's first forward ran under torch's autocast
         self._about = dataclasses.asdict(TrainingTrace((), 0, "fp32", 1))
 
-    def anew(self) -> TraceRecorder:
+    def fresh(self) -> TraceRecorder:
         """Return a recorder for another engine."""
         return TraceRecorder(self._random, most_steps=self._most_steps, looks_ahead=self._looks_ahead)
 
@@ -83,13 +82,12 @@ class TraceRecorder:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def forward(self, tensor: Any, rows: int, *, certain: bool) -> None:
-        """Record a forward with gradients.
+    def forward(self, tensor: Any, rows: int) -> None:
+        """Record a forward with gradients, also one that no backward follows.
 
         Args:
             tensor: the tensor that counts the rows; None if unknown.
             rows: rows of the forward.
-            certain: False in evaluation mode, in which a forward counts only if a backward follows.
         """
         import torch
 
@@ -101,17 +99,8 @@ class TraceRecorder:
             if self._autocast is None:
                 self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             self._in_backward = False
-            if certain:
-                self._pending.clear()
-            self._pending.append((rows, _digest(tensor)))
-            if certain:
-                self._count_pending()
-
-    def _count_pending(self) -> None:
-        for rows, digest in self._pending:
             self._step["rows"] += rows
-            self._step["digest"] = self._step["digest"] + digest
-        self._pending.clear()
+            self._step["digest"] = self._step["digest"] + _digest(tensor)
 
     def backward(self, engine: Any, loss: Any = None, *, scaled: bool = True) -> None:
         """Record the loss whose backward begins.
@@ -123,7 +112,6 @@ class TraceRecorder:
         if not self.records:
             return
         with self._recording():
-            self._count_pending()
             self._step["micro_batches"] += not self._in_backward
             self._in_backward = True
             weight = 1.0 / engine.gradient_accumulation_steps() if scaled else 1.0
@@ -363,10 +351,10 @@ def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
             break
         if begin in AHEAD:
             found.append([float(f"{one:.4g}") for one in (min(rates), max(rates))])
-        before = [*itertools.accumulate(rates, max, initial=highest)]
-        if any(rate < _ENDED * most for rate, most in zip(rates, before, strict=False)):
-            return found or [[0.0, 0.0]]
-        highest = before[-1]
+        for rate in rates:
+            if rate < _ENDED * highest:
+                return found or [[0.0, 0.0]]
+            highest = max(highest, rate)
     return found
 
 

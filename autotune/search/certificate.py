@@ -42,7 +42,7 @@ _RATE_ROUNDING = 2e-7  # relative; of rates in 32 bits
 _LATER_TOLERANCE = 0.1  # share of the highest learning rate in later steps, and of an epoch's optimizer steps
 _COARSE_TOLERANCE = math.log1p(0.25)  # the last batch of a data set may be smaller, and buffers may have 16 bits
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
-_TINY = 1e-12  # a quantity below is zero
+_TINY = 1e-10  # a quantity below is zero, and differences are compared with this size at least
 _SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
 _SMALL_SHARE = 0.1  # or with this share of the reference's largest loss
 _SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
@@ -173,9 +173,13 @@ class Seen(NamedTuple):
     @property
     def difference(self) -> float:
         """Size of the logarithm of the factor."""
-        if self.mine == self.theirs or max(abs(self.mine), abs(self.theirs)) <= _TINY:
-            return 0.0
-        return abs(math.log(self.factor)) if self.mine and self.theirs else math.inf
+        return abs(_log_ratio(self.theirs, self.mine))
+
+
+def _log_ratio(theirs: float, mine: float, smallest: float = _TINY) -> float:
+    """Return the logarithm of the ratio of two values of any sign, or of their difference from a size at least."""
+    share = (mine - theirs) / max(abs(theirs), abs(mine), smallest)
+    return math.copysign(math.log(max(_CLAMP, 1.0 - min(1.0, abs(share)))), share)
 
 
 Cause = tuple[str, str]  # knob, and why it changes a training
@@ -254,18 +258,15 @@ class Runs:
     @functools.cached_property
     def differences(self) -> dict[str, list[float]]:
         """Logarithms of the ratios of each step, of values of any sign, by number that was seen."""
-        found: dict[str, list[float]] = {}
+        found = dict[str, list[float]]()
         for name in _FIELDS:
-            values, smallest = self.values(name), _TINY
+            values = self.values(name)
             if name == LOSS:
                 smallest = max([_SMALL_LOSS, *(_SMALL_SHARE * abs(theirs) for theirs, _ in values)])
-            for theirs, mine in values:
-                size = max(abs(theirs), abs(mine))
-                if name == LOSS or size > _TINY:
-                    share = (mine - theirs) / max(size, smallest)
-                    ratio = math.copysign(math.log(max(_CLAMP, 1.0 - min(1.0, abs(share)))), share)
-                    found.setdefault(name, []).append(ratio)
-        return found
+                found[name] = [_log_ratio(theirs, mine, smallest) for theirs, mine in values]
+            else:
+                found[name] = [_log_ratio(theirs, mine) for theirs, mine in values if max(theirs, mine) > _TINY]
+        return {name: each for name, each in found.items() if each}
 
 
 @dataclass(frozen=True)
@@ -511,14 +512,6 @@ def _initial_weights(pair: Pair) -> list[Seen]:
     return [Seen(1, 0)] * (is_other and not all(one.initial for one in pair.traces))
 
 
-def _samples(pair: Pair) -> list[Seen]:
-    return [Seen(pair.own.rows_per_rank, pair.candidate.rows_per_rank)]
-
-
-def _rows(pair: Pair) -> list[Seen]:
-    return [Seen(1.0, rows_factor(*pair.traces, is_cut=pair.is_cut))]
-
-
 def _epochs(pair: Pair) -> list[Seen]:
     theirs, mine = (one.epoch_steps for one in pair.traces)
     return [Seen(theirs, mine)] * bool(theirs and mine)
@@ -545,10 +538,6 @@ def _backwards_by_hand(pair: Pair) -> list[Seen]:
     """Return the backwards after which the script changes what stage 0 steps with, whether or not it has had an effect yet."""
     theirs, mine = (max(step.changed_by_hand for step in run) for run in pair.runs)
     return [Seen(theirs, mine)]
-
-
-def _gradients_by_hand(pair: Pair) -> list[Seen]:
-    return _backwards_by_hand(pair) * pair.leaves_zero
 
 
 def _rates(pair: Pair) -> Iterator[Seen]:
@@ -596,10 +585,6 @@ def _buffers(pair: Pair) -> list[Seen]:
     if not pair.is_users or BUFFERS not in pair.differences:
         return []
     return [seen for seen in [pair.seen(BUFFERS)] if seen.difference > pair.tolerance(BUFFERS)]
-
-
-def _nothing_seen(pair: Pair) -> list[Seen]:
-    return [Seen(1, 0)] * (not pair.numbers)
 
 
 def _noise_of_other_rows(pair: Pair) -> list[Seen]:
@@ -701,17 +686,21 @@ _BY_NUMBERS = (_by_loss, _by_sums, _by_stage, _by_division, _by_cut)
 CHECKS = (
     Check("steps", _steps, verdict=Verdict.NOT_COMPARED),
     Check("initial weights", _initial_weights, verdict=Verdict.NOT_COMPARED),
-    Check("samples", _samples, verdict=Verdict.NOT_COMPARED),
-    Check(ROWS, _rows, causes=(_by_sums, _by_stage)),
+    Check(
+        "samples",
+        lambda pair: [Seen(pair.own.rows_per_rank, pair.candidate.rows_per_rank)],
+        verdict=Verdict.NOT_COMPARED,
+    ),
+    Check(ROWS, lambda pair: [Seen(1.0, rows_factor(*pair.traces, is_cut=pair.is_cut))], causes=(_by_sums, _by_stage)),
     Check("epoch", _epochs, math.log1p(_LATER_TOLERANCE), causes=(_by_cut,)),
     Check("frozen weights", _frozen_weights, causes=(_by_frozen_weights,)),
     Check("other optimizers", _other_optimizers, causes=(_by_iterations,)),
-    Check("gradients by hand", _gradients_by_hand, causes=(_by_stage,)),
+    Check("gradients by hand", lambda pair: _backwards_by_hand(pair) * pair.leaves_zero, causes=(_by_stage,)),
     Check("backwards by hand", _backwards_by_hand, causes=(_by_iterations,)),
     Check(RATES, _rates, _RATE_TOLERANCE, _BY_SCHEDULE),
     Check("movement of the learning rate", _moved_rates, _RATE_ROUNDING, _BY_SCHEDULE),
     Check(BUFFERS, _buffers, causes=(_by_cut, _by_sums, _by_stage)),
-    Check("nothing seen", _nothing_seen, verdict=Verdict.NOT_COMPARED),
+    Check("nothing seen", lambda pair: [Seen(1, 0)] * (not pair.numbers), verdict=Verdict.NOT_COMPARED),
     Check("noise of other rows", _noise_of_other_rows, verdict=Verdict.NOT_COMPARED),
     Check("unknown noise", _unknown_noise, verdict=Verdict.NOT_COMPARED),
     Check("numbers", _numbers, causes=_BY_NUMBERS),
@@ -797,20 +786,14 @@ class Certifier:
     is the first candidate of which a whole step was traced.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, records: Iterable[Record] = ()) -> None:
         self._job = job
         script = job.script
         self.own = own_candidate(script) if script is not None and script.profile.is_known else None
         self.reference: TrainingTrace | None = None  # trace of `own`
-
-    @classmethod
-    def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
-        """Return the certifier of a study with these trials."""
-        made = cls(job)
         for record in records:
             if record.outcome is not None and record.outcome.ok:
-                made.learn(record.candidate, record.outcome, record.role)
-        return made
+                self.learn(record.candidate, record.outcome, record.role)
 
     def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Take the reference from a trial; a repeated run of the same config raises the noise floor."""
@@ -903,7 +886,7 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
 
 def trains_otherwise(job: Job, records: Sequence[Record]) -> Callable[[Candidate], bool]:
     """Return a test for candidates that train something else than the user's config, by what a study has traced."""
-    certifier = Certifier.of(job, records)
+    certifier = Certifier(job, records)
     tests = [
         certifier.shares_cause(record.candidate, record.outcome)
         for record in records
@@ -916,7 +899,7 @@ def certificate_lines(job: Job, records: Sequence[Record], winner: Record) -> li
     """Return the lines about a winner's training; none for a study without traces."""
     if not any(record.outcome is not None and record.outcome.trace is not None for record in records):
         return []
-    certifier = Certifier.of(job, records)
+    certifier = Certifier(job, records)
     trace = winner.outcome.trace if winner.outcome is not None else None
     found = certifier.certificate(winner.candidate, trace)
     lengths = length_lines(certifier.reference, trace) if certifier.reference and trace else []

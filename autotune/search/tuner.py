@@ -363,7 +363,7 @@ class TrialRecorder:
         self._began = len(self.store.study.get_trials(deepcopy=False))
         self._look()
         gained = self._gained()
-        self.certifier = Certifier.of(self.proposer.job, [record for record, _ in gained])
+        self.certifier = Certifier(self.proposer.job, [record for record, _ in gained])
         worked = [self.leaderboard.call(record) for record, outcome in gained if outcome.ok]
         # until some call has a success, the user may have fixed the machine or the job between two calls
         first_success = min(worked, default=-1.0 if self.store.peers() else math.inf)

@@ -148,7 +148,7 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
         for _ in range(accumulation):
             batch = data[(at * RANKS + rank) * rows :][:rows]
             batch, at, number = batch.to(next(engine.module.parameters()).dtype), at + 1, number + 1
-            recorder.forward(batch, len(batch), certain=True)
+            recorder.forward(batch, len(batch))
             loss = (engine(batch) - batch).square().mean()
             weight = _weight(run, step, number, accumulation)
             if run.fault == "sum":  # a loss that the script sums over the rows of the micro-batch

@@ -81,7 +81,7 @@ def record(module: Any) -> None:
 
     def traced_forward(engine, *args, **kwargs):  # type: ignore[no-untyped-def]
         first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        recorder.forward(first, 0 if first is None else len(first), certain=True)
+        recorder.forward(first, 0 if first is None else len(first))
         return forward(engine, *args, **kwargs)
 
     def traced_backward(engine, loss, *args, **kwargs):  # type: ignore[no-untyped-def]

@@ -1,10 +1,9 @@
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from autotune.rank.patches import Patches
+from autotune.rank.patches import Call, Patches
 
 
 class Base:
@@ -17,8 +16,8 @@ class Derived(Base):
     pass
 
 
-def loudly(original: Callable[..., str], self: Any, /, *args: Any, **kwargs: Any) -> str:
-    return original(self, *args, **kwargs).upper()
+def loudly(call: Call) -> Any:
+    return call().upper()
 
 
 def test_a_method_is_wrapped_and_put_back() -> None:
@@ -43,7 +42,7 @@ def test_an_inherited_method_is_inherited_again() -> None:
 def test_patches_over_patches_come_off_in_order() -> None:
     patches, before = Patches(), Base.__dict__["greet"]
     patches.wrap(Base, "greet", loudly)
-    patches.wrap(Base, "greet", lambda original, self, name: original(self, name) + "!")
+    patches.wrap(Base, "greet", lambda call: call() + "!")
     assert Base().greet("you") == "HELLO YOU!"
     assert patches.original(Base, "greet") is before
     patches.close()
@@ -58,7 +57,7 @@ def test_arguments_may_have_any_name() -> None:
             return sum(batch.values())
 
     patches = Patches()
-    patches.wrap(Engine, "forward", lambda original, self, /, **batch: -original(self, **batch))
+    patches.wrap(Engine, "forward", lambda call: -call())
     assert Engine().forward(original=1, around=2, owner=3, name=4) == -10
     patches.close()
 

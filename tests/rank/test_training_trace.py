@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as schedules
 from autotune.problem.training_trace import AHEAD, MOST_STEPS, TrainingTrace
 from autotune.rank import devices
 from autotune.rank.hooks import deepspeed as hooks
+from autotune.rank.patches import Call
 from autotune.rank.training_trace import TraceRecorder, _projected
 from autotune.search.certificate import Runs
 
@@ -220,7 +221,7 @@ def test_products_of_fewer_bits_are_no_fp32(
     monkeypatch.setattr(devices, "synchronize", lambda: None)
     recorder = TraceRecorder()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        recorder.forward(torch.ones(2, 2), 2, certain=True)
+        recorder.forward(torch.ones(2, 2), 2)
     recorder.before_step(engine)
     recorder.after_step(engine)
     assert recorder.report()["precision"] == precision
@@ -256,8 +257,7 @@ def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
     context: Any = SimpleNamespace(trace=TraceRecorder(), inside=None)
     loss = (torch.ones(2, requires_grad=True) * 2).sum()
     alive = weakref.ref(loss)
-    original: Callable[..., Any] = torch.autograd.backward
-    hooks._autograd_backward(context, original, loss)
+    hooks._autograd_backward(context, Call(torch.autograd.backward, (loss,), {}))
     del loss
     gc.collect()
     assert alive() is None

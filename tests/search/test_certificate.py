@@ -476,6 +476,12 @@ def test_a_rate_that_begins_at_zero_is_compared_by_its_value() -> None:
     assert found.text == "learning rate is 0.0001 instead of 0 in optimizer step 1"
 
 
+def test_a_rate_that_falls_below_zero_is_compared_by_its_size() -> None:
+    own = dataclasses.replace(trace(), steps=tuple(step(at, rates=(1e-3 * (1 - at / 2),)) for at in range(MOST_STEPS)))
+    assert compare(own, OWN, own, OWN).verdict is Verdict.SAME
+    assert compare(own, OWN, trace(), OWN).quantity == RATES
+
+
 def test_a_schedule_that_counts_iterations_names_the_accumulation() -> None:
     other = scaled(trace(micro_batches=1), RATES, 0.25)
     found = compare(trace(), OWN, other, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))

@@ -10,7 +10,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged, without_trackers
 from autotune.rank.hooks.process_group import wait_for
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.rank.versions import import_or_none
 
 
@@ -21,17 +21,18 @@ def install(context: Context) -> None:
         return
     import accelerate
 
-    def share_state(original: Original, state: Any, /, *args: Any, **kwargs: Any) -> None:
+    def share_state(call: Call) -> None:
         if context.device == "cpu":
             # As Trainer does. Otherwise accelerate 1.15 finds no backend in a custom loop and assumes a single process.
-            args, kwargs = (), {**kwargs, "cpu": True, "backend": None}
-        original(state, *args, **kwargs)
-        wait_for(context, kwargs.get("timeout"))  # ddp_timeout, or that of InitProcessGroupKwargs
+            call.args, call.kwargs = call.args[:1], {**call.kwargs, "cpu": True, "backend": None}
+        call()
+        wait_for(context, call.kwargs.get("timeout"))  # ddp_timeout, or that of InitProcessGroupKwargs
 
     context.patches.wrap(accelerate.PartialState, "__init__", share_state)
 
-    def load_config(original: Original, config: Any, config_file_or_dict: Any) -> None:
-        original(config, config_file_or_dict)
+    def load_config(call: Call) -> None:
+        call()
+        config = call.owner
         own = copy.deepcopy(config.config)
         if own.get("zero_optimization") in context.script.profile.kept_configs:
             config.config = _accumulating(context, without_trackers(context, own))
@@ -41,10 +42,11 @@ def install(context: Context) -> None:
         context.plugins.append((weakref.ref(config), own))
         config.set_stage_and_offload()
 
-    def make_plugin(original: Original, plugin: Any) -> None:
-        original(plugin)
+    def make_plugin(call: Call) -> None:
+        call()
         context.accelerated = True
         # A plugin written in code keeps the stage of its arguments, and accelerate skips reductions by it.
+        plugin = call.owner
         plugin.zero_stage = int((plugin.deepspeed_config.get("zero_optimization") or {}).get("stage", 0))
 
     loaders = Loaders(context)
@@ -88,12 +90,13 @@ class Loaders:
         self._trains = False  # True if a model or an optimizer was prepared without a loader
         self._before: list[tuple[Any, Any]] = []  # earlier loaders: the script's own, and the prepared one
 
-    def prepare(self, original: Original, accelerator: Any, /, *objects: Any, **kwargs: Any) -> Any:
+    def prepare(self, call: Call) -> Any:
         """Replace `Accelerator.prepare`."""
         from torch.utils.data import DataLoader
 
         if self._found or self.context.through_arguments:
-            return original(accelerator, *objects, **kwargs)
+            return call()
+        accelerator, *objects = call.args
         trains = any(map(_trains, objects))
         loaders = [one for one in objects if isinstance(one, DataLoader)]
         self._trains = self._trains or trains
@@ -106,10 +109,10 @@ class Loaders:
                 if getattr(given, "iteration", 0) == 0:
                     self._found = True
                     if self._resize(accelerator, own):
-                        given.__dict__ = original(accelerator, own).__dict__
+                        given.__dict__ = call.original(accelerator, own).__dict__
                         accelerator._dataloaders.pop()
                     break
-        prepared = original(accelerator, *objects, **kwargs)
+        prepared = call()
         results = prepared if isinstance(prepared, tuple) else (prepared,)
         self._before += [
             (one, result) for one, result in zip(objects, results, strict=True) if isinstance(one, DataLoader)

@@ -226,6 +226,7 @@ class Sizes:
     tokens: int = 0
     packed: bool = False  # one row of concatenated, separable sequences
     rows_by_name: dict[str, int] = field(default_factory=dict)  # rows of each tensor
+    tensor: Any = field(default=None, compare=False)  # counts the rows
 
 
 def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str = "") -> Sizes:
@@ -245,24 +246,18 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str = ""
     if not named:
         return Sizes()
     counts = {name: max(0, len(leaf) - (name in _FROM_ZERO)) for name, leaf in named.items()}
-    found = replace(_sizes(named), rows_by_name=counts)
+    first = named.get("input_ids", next(iter(named.values())))
+    found = replace(_sizes(first, named), rows_by_name=counts, tensor=first)
     if not counted_by:
         return found
     rows = counts.get(counted_by, 0)
     return replace(found, rows=rows, sequences=rows)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor by which `sizes_of` counts rows, or None."""
-    named = dict(reversed(list(leaves([*args, kwargs]))))
-    return named.get("input_ids", next(reversed(named.values()), None))
-
-
-def _sizes(named: dict[str, Any]) -> Sizes:
+def _sizes(first: Any, named: dict[str, Any]) -> Sizes:
     """Return the sizes by `input_ids`, or by the first tensor."""
     import torch
 
-    first = named.get("input_ids", next(iter(named.values())))
     if isinstance(first, list):  # a list of sequences of different lengths, or of images
         tokens = sum(int(one.numel()) if not one.is_floating_point() else 1 for one in first)
         return Sizes(len(first), len(first), tokens)

@@ -13,7 +13,7 @@ from autotune.problem.candidate import RUNG_KNOBS
 from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.script.argument_files import argument_names, with_copies
 from autotune.script.carriers import KNOWN_FLAGS, settings
 from autotune.script.profile import over_present
@@ -108,7 +108,8 @@ def merged_arguments(context: Context) -> list[str]:
 #
 # Hook argparse: flags that carry knobs, and the rank as a flag, which the `deepspeed` launcher passes unlike torchrun.
 
-_WORDS = {False: ("False", "false", "0", "no", "off", ""), True: ("True", "true", "1", "yes", "on")}
+_LITERAL = ("False", "True")
+_PAIRS = (_LITERAL, ("false", "true"), ("0", "1"), ("no", "yes"), ("off", "on"), ("", "True"))  # words for no and yes
 
 
 def install(context: Context) -> None:
@@ -119,8 +120,8 @@ def install(context: Context) -> None:
         flag: knob for knob, flag in {**KNOWN_FLAGS, **dict(context.script.flags)}.items() if knob in RUNG_KNOBS
     }
 
-    def parse_known_args(original: Original, parser: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found, rest = original(parser, *args, **kwargs)
+    def parse_known_args(call: Call) -> Any:
+        (found, rest), parser = call(), call.owner
         actions = parser._option_string_actions
         context.flags |= actions.keys() & FLAGS
         if context.candidate is None:
@@ -134,8 +135,9 @@ def install(context: Context) -> None:
         for flag, value in wanted.items():
             action = actions.get(flag)
             if action is not None and hasattr(found, action.dest):
-                words = _in_words(parser, action, found) if isinstance(value, bool) else None
-                setattr(found, action.dest, value if words is None else words[bool(value)])
+                if isinstance(value, bool) and (pair := _pair(parser, action, found)):
+                    value = _taken(parser, action, pair[value])
+                setattr(found, action.dest, value)
         for flag in LOCAL_RANK_FLAGS:
             action = actions.get(flag)
             if action is not None and getattr(found, action.dest, None) == action.default:
@@ -167,26 +169,23 @@ def _spelt(parser: Any, flag: str, found: Any) -> list[str | None] | None:
         return [next((one for one in action.option_strings if one.startswith("--no-")), None), flag]
     if action.nargs == 0:
         return [flag, None] if action.const is False else [None, flag]
+    pair = _pair(parser, action, found)
+    return [f"{flag}={word}" for word in pair] if pair not in (None, _LITERAL) else None
+
+
+def _pair(parser: Any, action: Any, found: Any) -> tuple[str, str] | None:
+    """Return the words for no and yes as the value of a flag, or None for a flag without such a value.
+
+    A script may compare the word itself. Its spelling follows the flag's value, its default or its choices.
+    """
     if action.nargs not in (None, "?"):
         return None
-    if (pair := _in_words(parser, action, found)) is not None:
-        return [f"{flag}={word}" for word in pair]
-    words = [next((word for word in _WORDS[value] if _read(parser, action, word) is value), None) for value in _WORDS]
-    if None in words or words == ["False", "True"]:
-        return None
-    return [f"{flag}={word}" for word in words]
-
-
-def _in_words(parser: Any, action: Any, found: Any) -> tuple[str, str] | None:
-    """Return the words for no and yes of a flag with a word as its value, or None for other flags.
-
-    The spelling follows the flag's value, its default or its choices, because the script compares the word.
-    """
     for one in (getattr(found, action.dest, None), action.default, *(action.choices or ())):
-        pair = no_and_yes(one) if isinstance(one, str) and action.nargs in (None, "?") else None
+        pair = no_and_yes(one) if isinstance(one, str) else None
         if pair is not None and all(_taken(parser, action, word) == word for word in pair):
             return pair
-    return None
+    # True for ints 0 and 1 too
+    return next((pair for pair in _PAIRS if [_taken(parser, action, word) for word in pair] == [False, True]), None)
 
 
 def _taken(parser: Any, action: Any, word: str) -> Any:
@@ -196,9 +195,3 @@ def _taken(parser: Any, action: Any, word: str) -> Any:
     except Exception:  # a script's own type may raise anything
         return None
     return None if action.choices is not None and value not in action.choices else value
-
-
-def _read(parser: Any, action: Any, word: str) -> bool | None:
-    """Return a word as the parser's flag reads it, or None if the word is refused or neither yes nor no."""
-    value = _taken(parser, action, word)
-    return bool(value) if value in (0, 1) else None  # True for ints 0 and 1 too

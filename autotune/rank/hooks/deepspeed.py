@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,35 @@ from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, 
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks import worst_case
-from autotune.rank.hooks.base import Context, OtherEngine, batch_of, first_tensor, sizes_of
+from autotune.rank.hooks.base import Context, OtherEngine, batch_of, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.rank.training_trace import TraceRecorder, precision_of
 from autotune.rank.versions import backward_prologue
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 
-_WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
-
 
 def install(context: Context) -> None:
-    """Hook `deepspeed.initialize` and the methods of its engines."""
+    """Hook `deepspeed.initialize`, the methods of its engines, and other calls of a script."""
     import deepspeed
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    patches = context.patches
-    patches.wrap(deepspeed, "initialize", functools.partial(_initialize, context))
-    for name, phase in _WATCHED:
-        patches.wrap(DeepSpeedEngine, name, functools.partial(_watched, context, phase))
+    hooks: list[tuple[Any, str, Callable[[Context, Call], Any]]] = [
+        (deepspeed, "initialize", _initialize),
+        (DeepSpeedEngine, "compile", _compile),
+        (DeepSpeedEngine, "no_sync", _no_sync),
+        (torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _fetch),
+    ]
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        hooks += [(owner, name, _clip) for owner in (torch.nn.utils, torch.nn.utils.clip_grad)]
     if (prologue := backward_prologue(DeepSpeedEngine)) is not None:
-        patches.wrap(DeepSpeedEngine, prologue, functools.partial(_loss_backward, context))
-        patches.wrap(torch.autograd, "backward", functools.partial(_autograd_backward, context))
-    patches.wrap(DeepSpeedEngine, "compile", functools.partial(_compile, context))
-    patches.wrap(DeepSpeedEngine, "no_sync", functools.partial(_no_sync, context))
-    patches.wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", functools.partial(_fetch, context))
-    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            patches.wrap(owner, name, functools.partial(_clip, context))
+        hooks += [(DeepSpeedEngine, prologue, _loss_backward), (torch.autograd, "backward", _autograd_backward)]
+    for owner, name, hook in hooks:
+        context.patches.wrap(owner, name, functools.partial(hook, context))
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
+        context.patches.wrap(DeepSpeedEngine, str(phase), functools.partial(_watched, context, phase))
 
 
 def unhooked(context: Context, method: str, *args: Any) -> Any:
@@ -57,60 +55,61 @@ def unhooked(context: Context, method: str, *args: Any) -> Any:
     return context.patches.original(DeepSpeedEngine, method)(context.engine, *args)
 
 
-def _initialize(context: Context, original: Original, /, *args: Any, **kwargs: Any) -> Any:
+def _initialize(context: Context, call: Call) -> Any:
     """Change the call that makes the engine that trains. Later ones change only in the batch, earlier ones not at all.
 
     The probe run has counted the earlier ones.
     """
-    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    given = call.given
     config = _taken_config(given)
     if not _trains(context, given, config):
-        return _build(context, original, *args, **kwargs)
+        return _build(context, call)
     if context.engine is None and len(context.earlier) < context.script.profile.earlier:
-        made = _build(context, original, *args, **kwargs)
+        made = _build(context, call)
         context.earlier.append(made[0])
         return made
     if context.engine is not None:
-        made = _build(context, original, **given, config=with_batch(context, config))
-        late, trace = context.trained_steps > 0, context.trace.anew()
-        context.beside.append(OtherEngine(made[0], copy.deepcopy(config), given.get("optimizer"), late, trace))
+        made = _build(context, call, **given, config=with_batch(context, config))
+        late, trace = context.trained_steps > 0, context.trace.fresh()
+        context.beside.append(OtherEngine(made[0], copy.deepcopy(config), given["optimizer"], late, trace))
         return made
     try:
-        return _made(context, original, given, config)
+        return _made(context, call, given, config)
     except BaseException as error:
         context.watcher.failed(error)
         raise
 
 
-def _build(context: Context, original: Original, /, *args: Any, **kwargs: Any) -> Any:
+def _build(context: Context, call: Call, **changed: Any) -> Any:
     """Call DeepSpeed's `initialize`, and report that an engine was built."""
+    call.change(**changed)
     before, context.inside = context.inside, Phase.INIT
     try:
-        made = original(*args, **kwargs)
+        made = call()
     finally:
         context.inside = before
     context.watcher.engine_built()
     return made
 
 
-def _made(context: Context, original: Original, given: dict[str, Any], config: dict[str, Any]) -> Any:
+def _made(context: Context, call: Call, given: dict[str, Any], config: dict[str, Any]) -> Any:
     """Make the engine that trains by a call with the `given` arguments, and return its result."""
     import deepspeed
 
-    if isinstance(given.get("model"), deepspeed.PipelineModule):
+    if isinstance(given["model"], deepspeed.PipelineModule):
         raise Unusable(
             "the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
             "loop than its own: it is not tuned"
         )
     context.watcher.entered(Phase.INIT)
-    optimizer = given.get("optimizer")
+    optimizer = given["optimizer"]
     note_own(context, config)
     config = merged(context, config)
-    accumulate(context, given.get("model"), config)
+    accumulate(context, given["model"], config)
     if plan := batch_of(config, context.job.ranks):
         context.watcher.planned(*plan, kind_of(context, optimizer))
     apply(context, given["model"])
-    made = _build(context, original, **given, config=config)
+    made = _build(context, call, **given, config=config)
     _check_data_parallel(context, made[0])
     _choose(context, made[0], optimizer)
     if context.knobs.get(COMPILED) and not context.through_arguments:
@@ -131,7 +130,7 @@ def _take(context: Context, rival: OtherEngine) -> None:
         context.module_hook.remove()
         context.module_hook = None
     context.pending.clear()
-    context.trace = context.trace.anew()
+    context.trace = context.trace.fresh()
     note_own(context, rival.config, again=True)
     try:
         _check_data_parallel(context, rival.engine)
@@ -183,27 +182,32 @@ def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> 
     return model is None or not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
 
 
-def _watched(context: Context, phase: Phase, original: Original, engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _watched(context: Context, phase: Phase, call: Call) -> Any:
     """Call a method of an engine, and report it if the engine trains and this is no evaluation."""
+    engine = call.owner
     other = next((one for one in context.beside if one.engine is engine), None)
     if other is not None:
-        return _beside(context, other, phase, original, args, kwargs)
+        return _beside(context, other, phase, call)
     if engine is not context.engine or (phase is Phase.FORWARD and _evaluates(engine.module)):
-        return original(engine, *args, **kwargs)
+        return call()
     try:
         if phase is Phase.FORWARD:
             if context.script.worst_case:
-                kwargs = worst_case.longest(context, args, kwargs)
+                call.kwargs = worst_case.longest(context, call.args[1:], call.kwargs)
             elif pads_to := context.script.profile.pads_to * context.quiet:  # a training is as it is
-                args, kwargs = worst_case.padded(args, kwargs, first_tensor(args, kwargs), pads_to)
-            _see(context, engine.module, args, kwargs)
+                ids = sizes_of(call.args[1:], call.kwargs).tensor
+                args, call.kwargs = worst_case.padded(call.args[1:], call.kwargs, ids, pads_to)
+                call.args = (engine, *args)
+            _see(context, engine.module, call.args[1:], call.kwargs)
         else:
-            _count_pending(context)
+            for sizes in context.pending:
+                context.watcher.forward(sizes)
+            context.pending.clear()
             context.watcher.entered(phase)
         if phase is Phase.BACKWARD:
             note_backward(context)
         context.inside = phase
-        result, stepped = _traced(context.trace, phase, original, engine, args, kwargs)
+        result, stepped = _traced(context.trace, phase, call)
         if stepped:
             context.trained_steps += 1
             context.watcher.stepped()
@@ -215,15 +219,15 @@ def _watched(context: Context, phase: Phase, original: Original, engine: Any, /,
     return result
 
 
-def _beside(context: Context, other: OtherEngine, phase: Phase, original: Original, args: Any, kwargs: Any) -> Any:
+def _beside(context: Context, other: OtherEngine, phase: Phase, call: Call) -> Any:
     """Call a method of an engine that was made later, and report its steps with the rows since the preceding one."""
     import torch
 
     if phase is Phase.FORWARD and torch.is_grad_enabled():
-        rows = sizes_of(args, kwargs).rows
-        other.rows += rows
-        other.trace.forward(first_tensor(args, kwargs), rows, certain=other.engine.module.training)
-    result, stepped = _traced(other.trace, phase, original, other.engine, args, kwargs)
+        sizes = sizes_of(call.args[1:], call.kwargs)
+        other.rows += sizes.rows
+        other.trace.forward(sizes.tensor, sizes.rows)
+    result, stepped = _traced(other.trace, phase, call)
     if stepped:
         context.watcher.auxiliary_stepped(context.beside.index(other), other.rows)
         other.rows = 0
@@ -231,67 +235,67 @@ def _beside(context: Context, other: OtherEngine, phase: Phase, original: Origin
     return result
 
 
-def _traced(
-    trace: TraceRecorder, phase: Phase, original: Original, engine: Any, args: Any, kwargs: Any
-) -> tuple[Any, bool]:
+def _traced(trace: TraceRecorder, phase: Phase, call: Call) -> tuple[Any, bool]:
     """Call a method of an engine and record it. Return its result, and True if it was an optimizer step."""
+    engine = call.owner
     stepped = phase is Phase.STEP and _steps(engine)
     if phase is not Phase.FORWARD:
         trace.gradients_used(engine)
     if phase is Phase.BACKWARD:
-        loss, scaled = _loss_of(args, kwargs)
-        trace.backward(engine, loss, scaled=scaled)
+        args = dict(enumerate(call.args))  # DeepSpeed's own wrapper hides its names
+        loss = call.kwargs.get("loss", args.get(1))
+        trace.backward(engine, loss, scaled=call.kwargs.get("scale_wrt_gas", args.get(3, True)))
     with trace.step(engine) if stepped else nullcontext():
-        result = original(engine, *args, **kwargs)
+        result = call()
     if phase is Phase.BACKWARD:
         trace.gradients_made(engine)
     return result, stepped
 
 
-def _loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """Return the loss of a call of `engine.backward`, and True if the engine divides it by its accumulation."""
-    loss = args[0] if args else kwargs.get("loss")
-    return loss, bool(kwargs.get("scale_wrt_gas", args[2] if len(args) > 2 else True))
-
-
-def _autograd_backward(context: Context, original: Original, /, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _autograd_backward(context: Context, call: Call) -> Any:
     """Note the tensor of a backward that a script starts without its engine."""
     trace = context.trace
     if not context.inside and trace.records:
+        tensors = call.given["tensors"]
         trace.root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) else tensors
     try:
-        return original(tensors, *args, **kwargs)
+        return call()
     finally:
         trace.root = None
 
 
-def _clip(context: Context, original: Original, /, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+def _clip(context: Context, call: Call) -> Any:
     """Call torch's clipping, and note its limit."""
     import torch
 
+    if not context.trace.records:
+        return call()
+    given = call.given
+    limit = given.get("max_norm", given.get("clip_value"))
+    parameters = given["parameters"]
     each = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    result = original(each, *args, **kwargs)
-    limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+    call.change(parameters=each)
+    result = call()
     if isinstance(limit, int | float):
         for engine, trace in context.traces:
             trace.clipped(engine, each, limit)
     return result
 
 
-def _fetch(context: Context, original: Original, loader: Any, /) -> Any:
+def _fetch(context: Context, call: Call) -> Any:
     """Return the next batch of a loader, and count it."""
-    batch = original(loader)
+    batch = call()
     if context.trace.records:
-        context.trace.fetched(loader)
+        context.trace.fetched(call.owner)
         sizes = sizes_of((batch,), {})
         context.loader_tokens = max(context.loader_tokens, sizes.tokens // (sizes.rows or 1))
     return batch
 
 
-def _no_sync(context: Context, original: Original, engine: Any, /) -> Any:
+def _no_sync(context: Context, call: Call) -> Any:
     """Note that the script sums gradients before they are reduced."""
-    context.unsynced = context.unsynced or engine is context.engine
-    return original(engine)
+    context.unsynced = context.unsynced or call.owner is context.engine
+    return call()
 
 
 def _evaluates(module: Any) -> bool:
@@ -301,11 +305,11 @@ def _evaluates(module: Any) -> bool:
     return not module.training and not torch.is_grad_enabled()
 
 
-def _loss_backward(context: Context, original: Original, engine: Any, /) -> Any:
+def _loss_backward(context: Context, call: Call) -> Any:
     """Report the beginning of a backward from any caller."""
-    if context.inside or engine is not context.engine:
-        return original(engine)
-    return _watched(context, Phase.BACKWARD, original, engine)
+    if context.inside or call.owner is not context.engine:
+        return call()
+    return _watched(context, Phase.BACKWARD, call)
 
 
 def _steps(engine: Any) -> bool:
@@ -325,20 +329,13 @@ def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not torch.is_grad_enabled():
         return
     sizes = sizes_of(args, kwargs, context.script.profile.counted_by)
-    if context.trace.records:
-        context.trace.forward(first_tensor(args, kwargs), sizes.rows, certain=module.training)
+    context.trace.forward(sizes.tensor, sizes.rows)
     if module.training:
         context.pending.clear()
         context.watcher.forward(sizes)
     else:
         context.pending.append(sizes)
     context.watcher.entered(Phase.FORWARD)
-
-
-def _count_pending(context: Context) -> None:
-    for sizes in context.pending:
-        context.watcher.forward(sizes)
-    context.pending.clear()
 
 
 def watch_module(context: Context, module: Any) -> None:
@@ -365,12 +362,12 @@ def watch_module(context: Context, module: Any) -> None:
     module._compiled_call_impl = call
 
 
-def _compile(context: Context, original: Original, engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _compile(context: Context, call: Call) -> Any:
     """Remove the module hook before `engine.compile`, because it would become part of the graph."""
     context.levers.discard(COMPILED)
-    if engine is context.engine and context.module_hook is not None:
+    if call.owner is context.engine and context.module_hook is not None:
         context.module_hook.remove()
-    return original(engine, *args, **kwargs)
+    return call()
 
 
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
@@ -551,23 +548,22 @@ def install_zero_init(context: Context) -> None:
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    def init(original: Original, made: Any, /, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(made, *args, **kwargs)
-        named = given.arguments
+    def init(call: Call) -> Any:
+        given = call.given
         # an engine of stage 3 under construction partitions whole parameters by this class
-        if context.inside or context.engine is not None or not named.get("enabled", True):
-            return original(made, *args, **kwargs)
-        name = next((one for one in _CONFIGS if named.get(one) is not None), None)
-        config = named[name] if name is not None else None
+        if context.inside or context.engine is not None or not given["enabled"]:
+            return call()
+        name = next((one for one in _CONFIGS if given[one] is not None), None)
+        config = given[name] if name is not None else None
         context.zero_init |= not _transformers_own(config)
         stage = context.knobs.get("zero_stage")
-        if stage is None:
-            return original(made, *args, **kwargs)
-        if stage != 3:
-            return original(made, enabled=False)  # other arguments would be checked although they have no effect
-        if name is not None and not _transformers_own(config):
-            named[name] = _merged(context, config)
-        return original(*given.args, **given.kwargs)
+        if stage is not None and stage != 3:
+            return call.original(
+                call.owner, enabled=False
+            )  # other arguments would be checked although they have no effect
+        if stage == 3 and name is not None and not _transformers_own(config):
+            call.change(**{name: _merged(context, config)})
+        return call()
 
     context.patches.wrap(Init, "__init__", init)
 
@@ -609,18 +605,19 @@ def install_ops(context: Context) -> None:
             context.patches.wrap(module.OpBuilder, "jit_load", functools.partial(_load, context))
 
 
-def _load(context: Context, original: Original, /, builder: Any, *args: Any, **kwargs: Any) -> Any:
+def _load(context: Context, call: Call) -> Any:
     from deepspeed.accelerator import get_accelerator
 
-    folder, name = jit_ops.use_own_folder(), type(builder).__name__
+    builder, folder = call.owner, jit_ops.use_own_folder()
+    name = type(builder).__name__
     is_built = (folder / builder.name / f"{builder.name}.so").exists()
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
         context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several or (is_built and not [*folder.glob("*/lock")]):  # ranks load a built op in parallel
-        return original(builder, *args, **kwargs)
+        return call()
     with jit_ops.hold_build_lock(folder):
-        return original(builder, *args, **kwargs)
+        return call()
 
 
 # -- checkpointing -----------------------------------------------------------------------------------------------------
@@ -696,8 +693,8 @@ def _keep_off(context: Context, model: Any) -> None:
     """Prevent later calls from turning it on in a model's modules; reference models are not affected."""
     modules = {id(module): type(module) for module in model.modules()}
 
-    def enable(original: Original, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return None if id(module) in modules else original(module, *args, **kwargs)
+    def enable(call: Call) -> Any:
+        return None if id(call.owner) in modules else call()
 
     for one in set(modules.values()):
         for name in _ENABLE:
@@ -745,7 +742,7 @@ _OF_ONE_PLACE = ("deepspeed", "apex")  # their kernels need all tensors on one d
 
 
 def install_optimizers(context: Context) -> None:
-    """Report optimizer steps without an engine to the watcher, from the second on, and those beside one to the trace."""
+    """Report optimizer steps without an engine to the watcher, from the second on, and other optimizers to the trace."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     steps = 0

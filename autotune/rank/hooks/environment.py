@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from autotune.masking import MASK, names_secret
 from autotune.problem.candidate import Value
 from autotune.rank.hooks.base import Context, VariableRead
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.script.carriers import settings
 from autotune.script.environment import VARIABLE
 
@@ -29,7 +28,7 @@ def install(context: Context) -> None:
             context.patches.set_environment(flag.removeprefix(VARIABLE), str(value))
     if context.script.profile.is_known or not context.quiet:
         return
-    kind, given, signature = type(os.environ), dict(os.environ), inspect.signature(Mapping.get)
+    kind, given = type(os.environ), dict(os.environ)
 
     def note(name: Any, value: Any) -> Any:
         """Record the value before the script ran, and the value that a read gave, or a default."""
@@ -37,20 +36,17 @@ def install(context: Context) -> None:
             before = given.get(name)
             if before and names_secret(name):
                 before = MASK
-            read = context.variables.setdefault(name, VariableRead(before))
-            read.text = read.text if value is None else str(value)
+            known = context.variables.setdefault(name, VariableRead(before))
+            known.text = known.text if value is None else str(value)
         return value
 
-    def getitem(original: Original, environ: Any, name: Any, /) -> Any:
+    def read(call: Call) -> Any:
+        name = call.given["key"]
         note(name, None)
-        return note(name, original(environ, name))
+        return note(name, call())
 
-    def get(original: Original, environ: Any, /, *args: Any, **kwargs: Any) -> Any:
-        name = signature.bind(environ, *args, **kwargs).arguments["key"]
-        return note(name, original(environ, *args, **kwargs))
-
-    context.patches.wrap(kind, "__getitem__", getitem)
-    context.patches.wrap(kind, "get", get)
+    context.patches.wrap(kind, "__getitem__", read)
+    context.patches.wrap(kind, "get", read)
 
 
 def _quoted(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from autotune.errors import Unusable, UserError
 from autotune.rank.hooks import accelerate
 from autotune.rank.hooks.base import Context
 from autotune.rank.measure import ACCELERATE_MODULE, run_target
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.rank.versions import import_or_none
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, take_apart
 from autotune.script.script import line_of
@@ -42,18 +41,18 @@ def install_relaunch(context: Context) -> None:
     """Install the hooks. torch's launcher is imported only for installed commands and accelerate's launcher."""
     taken = _Takeover(context)
 
-    def popen(original: Original, process: Any, /, *args: Any, **kwargs: Any) -> None:
-        command = args[0] if args else kwargs.get("args")
-        taken.over(_words(command), kwargs.get("env"))
-        original(process, *args, **kwargs)
+    def popen(call: Call) -> None:
+        taken.over(_words(call.given["args"]), call.given["env"])
+        call()
 
-    def replace(original: Original, file: Any, words: Any, env: Any = None, /) -> Any:
-        taken.over([os.fsdecode(file), *list(words)[1:]], env)
-        return original(file, words) if env is None else original(file, words, env)
+    def replace(call: Call) -> Any:
+        file, words, *env = call.args
+        taken.over([os.fsdecode(file), *list(words)[1:]], env[0] if env else None)
+        return call()
 
-    def system(original: Original, command: Any, /) -> Any:
-        taken.over(_words(command), None)
-        return original(command)
+    def system(call: Call) -> Any:
+        taken.over(_words(call.given["command"]), None)
+        return call()
 
     context.patches.wrap(subprocess.Popen, "__init__", popen)
     for name in ("execv", "execvp", "execve", "execvpe"):
@@ -65,7 +64,8 @@ def install_relaunch(context: Context) -> None:
         return
     import torch.distributed.run
 
-    def run(original: Original, options: Any, /) -> Any:
+    def run(call: Call) -> Any:
+        options = call.given["args"]
         module = ["-m"] if options.module else []
         taken.start([*module, options.training_script, *options.training_script_args], None, options.nproc_per_node)
 
@@ -92,17 +92,19 @@ class _Takeover:
             line = take_apart(words)
         except UserError:
             return  # `torchrun --help`
-        if line.kind == ACCELERATE and line.target:
-            target = ["--module", *line.target[1:]] if line.target[0] == "-m" else list(line.target)
+        target = list(line.target)
+        if not target:
+            return
+        if line.kind == ACCELERATE:
+            if target[0] == "-m":
+                target[0] = "--module"
             self.start(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *target], env, None, launching=True)
-        elif line.kind and line.target:
-            at = 2 if line.target[0] == "-m" else 1
-            local_rank = [f"--local_rank={os.environ['LOCAL_RANK']}"] if line.gives_local_rank else []
-            self.start([*line.target[:at], *local_rank, *line.target[at:]], env, line.ranks)
-        elif (
-            line.python and line.target and (self._launching or (not self._depth and self._starts_itself(line.target)))
-        ):
-            self.start(list(line.target), env, None)
+        if line.kind:
+            if line.gives_local_rank:
+                target.insert(1 + (target[0] == "-m"), f"--local_rank={os.environ['LOCAL_RANK']}")
+            self.start(target, env, line.ranks)
+        if line.python and (self._launching or (not self._depth and self._starts_itself(target))):
+            self.start(target, env, None)
 
     def start(
         self, target: list[str], env: Mapping[str, str] | None, ranks: int | str | None, *, launching: bool = False
@@ -121,9 +123,8 @@ class _Takeover:
         self._context.relaunched = (
             int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
         )
-        self._context.integers.clear()
-        self._context.flags.clear()  # flags of the starter's own parser
-        self._context.spellings.clear()
+        for of_starter in (self._context.integers, self._context.flags, self._context.spellings):
+            of_starter.clear()  # what the starter's own parser has read
         self._take(env if env is not None else os.environ)
         accelerate.begin_anew()
         sys.path[:] = self._home
@@ -156,18 +157,29 @@ class _Takeover:
         return any(file.is_relative_to(folder) for folder in folders)
 
 
+_ANNOUNCED = {  # variables of each launcher, with the variable of this rank that has the value, and the value without it
+    TORCHRUN: {
+        "GROUP_RANK": ("GROUP_RANK", "0"),
+        "GROUP_WORLD_SIZE": ("GROUP_WORLD_SIZE", "1"),
+        "ROLE_NAME": ("", "default"),
+        "ROLE_RANK": ("RANK", "0"),
+        "ROLE_WORLD_SIZE": ("WORLD_SIZE", "1"),
+        "TORCHELASTIC_RESTART_COUNT": ("", "0"),
+        "TORCHELASTIC_MAX_RESTARTS": ("", "0"),
+        "TORCHELASTIC_RUN_ID": ("", "none"),
+    },
+    DEEPSPEED: {
+        "CROSS_RANK": ("GROUP_RANK", "0"),
+        "CROSS_SIZE": ("GROUP_WORLD_SIZE", "1"),
+        "LOCAL_SIZE": ("LOCAL_WORLD_SIZE", "1"),
+    },
+}
+
+
 def _announce(context: Context, line: CommandLine) -> None:
     """Set the variables that a typed launcher sets for its ranks; accelerate's own code sets its variables."""
-    world, local_world = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
-    node, nodes = os.environ.get("GROUP_RANK", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
-    known = {
-        TORCHRUN: {"GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes, "ROLE_NAME": "default"}
-        | {"ROLE_RANK": os.environ.get("RANK", "0"), "ROLE_WORLD_SIZE": world}
-        | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
-        DEEPSPEED: {"CROSS_RANK": node, "CROSS_SIZE": nodes, "LOCAL_SIZE": local_world},
-    }
-    for name, value in known.get(line.kind, {}).items():
-        context.patches.set_environment(name, value)
+    for name, (source, default) in _ANNOUNCED.get(line.kind, {}).items():
+        context.patches.set_environment(name, os.environ.get(source, default))
 
 
 def _words(command: Any) -> list[str]:
@@ -195,12 +207,10 @@ def install_spawning(context: Context) -> None:
         return
     import torch.multiprocessing
 
-    def start_processes(original: Original, /, *args: Any, **kwargs: Any) -> Any:
-        call = inspect.signature(original).bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
+    def start_processes(call: Call) -> Any:
+        given = call.given
         if not given["nprocs"] or not _starts_ranks(context):
-            return original(*args, **kwargs)
+            return call()
         number = _local_rank(context, given["nprocs"], "torch.multiprocessing")
         _call(context, given["fn"], (number, *given["args"]))
         return None if given["join"] else _Ended()
@@ -211,18 +221,19 @@ def install_spawning(context: Context) -> None:
     if (launchers := import_or_none("accelerate", "launchers")) is None:
         return
 
-    def notebook_launcher(original: Original, /, *args: Any, **kwargs: Any) -> Any:
+    def notebook_launcher(call: Call) -> Any:
         """Wrap accelerate's function, which sets the ranks' environment itself and calls torch's launcher."""
         from torch.distributed.launcher.api import elastic_launch  # the import takes a tenth of a second
 
-        def launch(started: Callable[..., Any], launcher: Any, /, *args: Any) -> Any:
+        def launch(started: Call) -> Any:
+            launcher, *arguments = started.args
             if not _starts_ranks(context):
-                return started(launcher, *args)
+                return started()
             _local_rank(context, launcher._config.nproc_per_node, "accelerate's notebook_launcher")
-            return {int(os.environ["RANK"]): _call(context, launcher._entrypoint, args)}
+            return {int(os.environ["RANK"]): _call(context, launcher._entrypoint, tuple(arguments))}
 
         context.patches.wrap(elastic_launch, "__call__", launch)
-        return original(*args, **kwargs)
+        return call()
 
     for owner in (launchers, sys.modules["accelerate"]):
         context.patches.wrap(owner, "notebook_launcher", notebook_launcher)

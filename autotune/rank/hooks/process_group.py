@@ -8,12 +8,10 @@ Two trials on one machine could meet at a port that a script chooses. The ranks 
 from __future__ import annotations
 
 import datetime
-import inspect
 import socket
-from typing import Any
 
 from autotune.rank.hooks.base import Context
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 
 
 def install(context: Context) -> None:
@@ -25,13 +23,13 @@ def install(context: Context) -> None:
     import deepspeed
     import torch
 
-    def initialize(original: Original, /, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+    def initialize(call: Call) -> None:
+        given = call.given
         if context.join is not None:
             joins, context.join = context.join, None  # creates the group by the same functions
             joins(given.get("backend") or given.get("dist_backend") or "")
-        if original.__name__ == "init_distributed" or not torch.distributed.is_initialized():
-            original(*args, **kwargs)
+        if "dist_backend" in given or not torch.distributed.is_initialized():
+            call()
         wait_for(context, given.get("timeout"))
 
     for owner in (torch.distributed.distributed_c10d, torch.distributed, torch.distributed.device_mesh):
@@ -41,9 +39,9 @@ def install(context: Context) -> None:
     if not context.quiet:
         return
 
-    def destroy_process_group(original: Original, /, group: Any = None) -> None:
-        if group is not None and group is not torch.distributed.group.WORLD:
-            original(group)
+    def destroy_process_group(call: Call) -> None:
+        if call.given["group"] not in (None, torch.distributed.group.WORLD):
+            call()
 
     context.patches.wrap(torch.distributed.distributed_c10d, "destroy_process_group", destroy_process_group)
     context.patches.wrap(torch.distributed, "destroy_process_group", destroy_process_group)
@@ -72,9 +70,10 @@ def install_ports(context: Context) -> None:
     if not context.quiet:
         return
 
-    def bind(original: Original, /, self: socket.socket, address: Any) -> None:
-        if self.family in (socket.AF_INET, socket.AF_INET6) and self.type == socket.SOCK_STREAM:
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        original(self, address)
+    def bind(call: Call) -> None:
+        bound: socket.socket = call.owner
+        if bound.family in (socket.AF_INET, socket.AF_INET6) and bound.type == socket.SOCK_STREAM:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        call()
 
     context.patches.wrap(socket.socket, "bind", bind)

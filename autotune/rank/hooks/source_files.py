@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.rank.hooks.base import Context
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.script.source_digests import CONFIGS, MOST_BYTES
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -24,13 +24,12 @@ def install(context: Context) -> None:
     if context.script.profile.is_known or not context.quiet:
         return
 
-    def opening(original: Original, /, *args: Any, **kwargs: Any) -> Any:
-        file = args[0] if args else kwargs.get("file")
-        mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
+    def opening(call: Call) -> Any:
+        file, mode = (call.given[name] for name in ("file", "mode"))
         if isinstance(file, str | os.PathLike) and str(file).endswith(CONFIGS):
             written = isinstance(mode, str) and not mode.startswith("r")
             (context.written if written else context.read).add(os.path.abspath(file))
-        return original(*args, **kwargs)
+        return call()
 
     context.patches.wrap(builtins, "open", opening)
     context.patches.wrap(io, "open", opening)  # used by pathlib

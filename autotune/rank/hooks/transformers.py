@@ -11,7 +11,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO
 from autotune.problem.knobs import LEVERS
 from autotune.rank.checkpoints import model_states, tag_of
 from autotune.rank.hooks.base import Context
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.rank.versions import import_or_none
 from autotune.script.argument_files import output_folder
 
@@ -24,14 +24,14 @@ def install(context: Context) -> None:
     if arguments_class is None:
         return
 
-    def post_init(original: Original, arguments: Any) -> None:
-        _fill(context, arguments)
-        original(arguments)
+    def post_init(call: Call) -> None:
+        _fill(context, call.owner)
+        call()
         if context.quiet:
-            arguments.report_to = []  # transformers 5 adds Kubeflow to "none"
+            call.owner.report_to = []  # transformers 5 adds Kubeflow to "none"
 
-    def load_state(original: Original, *args: Any, **kwargs: Any) -> Any:
-        state = original(*args, **kwargs)
+    def load_state(call: Call) -> Any:
+        state = call()
         if context.batch is not None and getattr(state, "train_batch_size", None):
             # Before transformers 5.2, Trainer prefers the checkpoint's micro-batch to that of its arguments.
             state.train_batch_size = context.batch[0]
@@ -126,16 +126,16 @@ def install_silence(context: Context) -> None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    def load_checkpoint(
-        original: Original, engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def load_checkpoint(call: Call) -> Any:
+        engine = call.owner
         if engine in (context.engine, *(one.engine for one in context.beside), *context.earlier):
-            found = _found(engine, Path(load_dir), tag)
+            found = _found(engine, Path(call.given["load_dir"]), call.given["tag"])
             if found is not None:
                 return found
-        return original(engine, load_dir, tag, *args, **kwargs)
+        return call()
 
-    def save_state(original: Original, accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+    def save_state(call: Call) -> Any:
+        accelerator, output_dir = call.owner, call.given["output_dir"]
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming:
             output_dir = os.path.join(
@@ -145,25 +145,27 @@ def install_silence(context: Context) -> None:
         make_folder(context, output_dir)
         return output_dir
 
-    def tagged(engine: Any, save_dir: Any, tag: Any = None, *_: Any, **__: Any) -> Any:
-        return os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    def tagged(call: Call) -> str:
+        tag = call.given["tag"]
+        return os.path.join(
+            call.given["save_dir"], f"global_step{call.owner.global_steps}" if tag is None else str(tag)
+        )
 
     context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
     _leave_out(context, DeepSpeedEngine, "save_checkpoint", tagged)
-    _leave_out(context, DeepSpeedEngine, "save_16bit_model", lambda engine, save_dir, *_, **__: save_dir)
+    _leave_out(context, DeepSpeedEngine, "save_16bit_model", lambda call: call.given["save_dir"])
     if (accelerator_class := import_or_none("accelerate", "Accelerator")) is not None:
         _leave_out(context, accelerator_class, "load_state")
-        _leave_out(
-            context, accelerator_class, "save_model", lambda _, model, save_directory, *__, **___: save_directory
-        )
+        _leave_out(context, accelerator_class, "save_model", lambda call: call.given["save_directory"])
         context.patches.wrap(accelerator_class, "save_state", save_state)
 
 
-def _leave_out(context: Context, owner: Any, name: str, folder: Callable[..., Any] = lambda *_, **__: None) -> None:
-    """Replace a method that reads or writes a checkpoint by one that only makes its `folder`, from the same arguments."""
+def _leave_out(context: Context, owner: Any, name: str, folder: Callable[[Call], Any] | None = None) -> None:
+    """Replace a method that reads or writes a checkpoint by one that only makes its `folder`."""
 
-    def left_out(original: Original, /, *args: Any, **kwargs: Any) -> bool:
-        make_folder(context, folder(*args, **kwargs))
+    def left_out(call: Call) -> bool:
+        if folder is not None:
+            make_folder(context, folder(call))
         return True
 
     if hasattr(owner, name):
@@ -173,13 +175,15 @@ def _leave_out(context: Context, owner: Any, name: str, folder: Callable[..., An
 def _silence_trainer(context: Context) -> None:
     """Keep Trainer from resuming, evaluating and saving by ignoring callbacks; the script's own evaluations run."""
 
-    def train(original: Original, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        _note(context, trainer.args)  # a library may have made others since (sentence-transformers)
-        context.watcher.planned(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
-        return original(trainer, None, *args, **kwargs)
+    def train(call: Call) -> Any:
+        arguments = call.owner.args
+        _note(context, arguments)  # a library may have made others since (sentence-transformers)
+        context.watcher.planned(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
+        call.change(resume_from_checkpoint=None)
+        return call()
 
-    def call_event(original: Original, /, *args: Any, **kwargs: Any) -> Any:
-        control = original(*args, **kwargs)
+    def call_event(call: Call) -> Any:
+        control = call()
         control.should_evaluate = control.should_save = False
         return control
 
@@ -187,7 +191,7 @@ def _silence_trainer(context: Context) -> None:
     trainer_class = import_or_none("transformers", "Trainer")
     context.patches.wrap(trainer_class, "train", train)
     _leave_out(
-        context, trainer_class, "save_model", lambda one, output_dir=None, *_, **__: output_dir or one.args.output_dir
+        context, trainer_class, "save_model", lambda call: call.given["output_dir"] or call.owner.args.output_dir
     )
     _leave_out(context, trainer_class, "_save_checkpoint")
     _leave_out(context, trainer_class, "push_to_hub")

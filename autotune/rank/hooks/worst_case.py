@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.errors import Unusable
 from autotune.rank.hooks.base import Context, leaves
-from autotune.rank.patches import Original
+from autotune.rank.patches import Call
 from autotune.rank.versions import import_or_none
 
 _SCAN_SECONDS = 20.0  # limit for one data set; also the longest wait for one sample
@@ -40,9 +40,9 @@ def install(context: Context) -> None:
     if (base := import_or_none("transformers", "PreTrainedTokenizerBase")) is None:
         return
 
-    def init(original: Original, tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
-        original(tokenizer, *args, **kwargs)
-        if (longest := getattr(tokenizer, "model_max_length", None) or 0) < _UNLIMITED_TOKENS:
+    def init(call: Call) -> None:
+        call()
+        if (longest := getattr(call.owner, "model_max_length", None) or 0) < _UNLIMITED_TOKENS:
             context.allowed_tokens.append(int(longest))
 
     context.patches.wrap(base, "__init__", init)

@@ -18,6 +18,7 @@ from autotune.problem.outcome import Phase
 from autotune.rank.hooks import worst_case
 from autotune.rank.hooks.deepspeed import _watched
 from autotune.rank.hooks.worst_case import pad_to, padded
+from autotune.rank.patches import Call
 
 IDS = torch.arange(14).view(2, 7)
 
@@ -209,7 +210,7 @@ def test_rows_that_grow_are_padded_in_measurements_only(context: Callable, quiet
     made, _ = context(quiet=quiet, profile=ScriptProfile(pads_to=5))
     made.engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
     ids = torch.ones(2, 3, dtype=torch.long)
-    assert _watched(made, Phase.FORWARD, lambda _, ids: ids.shape, made.engine, ids) == (2, tokens)
+    assert _watched(made, Phase.FORWARD, Call(lambda _, ids: ids.shape, (made.engine, ids), {})) == (2, tokens)
 
 
 def test_forwards_are_padded_to_the_length_to_which_rows_grow() -> None:
