@@ -136,7 +136,9 @@ class RandomState:
         # Names by uuid and tokens must differ between trials that share a folder. numpy takes its seeds from `secrets.randbits`.
         patches.wrap(uuid, "uuid4", lambda _: uuid.UUID(bytes=kernel(16), version=4))
         patches.wrap(secrets, "token_bytes", lambda call: kernel(call.given["nbytes"] or secrets.DEFAULT_ENTROPY))
-        patches.wrap(secrets, "choice", lambda call: call.args[0][int.from_bytes(kernel(8), "big") % len(call.args[0])])
+        patches.wrap(
+            secrets, "choice", lambda call: call.args[0][int.from_bytes(kernel(8), "big") % max(1, len(call.args[0]))]
+        )
         seeds(random.Random, "seed", seed_python)
         seeds(random, "seed", seed_default)
         for owner in (torch, torch.random):
