@@ -131,7 +131,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     batch = parse_global_batch(request.global_batch_size)
     check_executor(request.executor)
     typed = typed_command(request, nodes, interpreter) if request.script else None
-    gpus = ranks_asked_for(request.gpus, typed, request.device) if typed is not None else request.gpus
+    gpus = ranks_asked_for(request.gpus, typed) if typed is not None else request.gpus
     here = request.model_copy(update={"gpus": gpus})
     places = _slots(here, nodes)
     hardware = places[0].hardware
@@ -223,7 +223,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
             raise UserError(
                 "launch without a study needs --global-batch-size: the sequences per optimizer step of your training"
             )
-        ranks = ranks_asked_for(request.gpus, typed, request.device)
+        ranks = ranks_asked_for(request.gpus, typed)
         # the training that is launched has no sandbox either
         request = request.model_copy(update={"gpus": ranks, "unprotected": True})
         hardware = _machine(request, nodes)
@@ -422,34 +422,20 @@ def typed_command(request: Request, nodes: Nodes | None, interpreter: Interprete
     return typed
 
 
-def ranks_asked_for(gpus: int | None, typed: TypedCommand, device: str) -> int | None:
+def ranks_asked_for(gpus: int | None, typed: TypedCommand) -> int | None:
     """Return the requested number of GPUs; None if neither the call nor the command gives it.
 
     Args:
         gpus: value of `--gpus`.
-        device: value of `--device`.
 
     Raises:
-        UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
+        UserError: the two numbers differ.
     """
     if typed.ranks is not None and gpus not in (None, typed.ranks):
         raise UserError(
             f"--gpus {gpus} contradicts `{typed.ranks_source}`. Remove one of them, or give the same number."
         )
-    asked = gpus if typed.ranks is None else typed.ranks
-    own = typed.own.get("CUDA_VISIBLE_DEVICES")
-    if own is not None and device != "cpu" and asked is not None and asked > (shown := _shown(own)):
-        said = typed.ranks_source or f"--gpus {gpus}"
-        raise UserError(
-            f"`{said}` requests more GPUs than CUDA_VISIBLE_DEVICES={own} shows, which {typed.script.target} sets itself. "
-            f"Request {shown}, or remove that line."
-        )
-    return asked
-
-
-def _shown(devices: str) -> int:
-    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES."""
-    return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
+    return gpus if typed.ranks is None else typed.ranks
 
 
 def notes_of_command(typed: TypedCommand) -> Iterator[str]:

@@ -83,12 +83,16 @@ class Lora:
 
     def __str__(self) -> str:
         """Return the text that `parse_lora` reads."""
-        targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
-        alpha = f",alpha={self.alpha}" if self.alpha is not None else ""
-        saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
-        dropout = f",dropout={self.dropout:g}" if self.dropout else ""
-        base = f",quantize={self.quantize}" if self.quantize else ""
-        return f"r={self.rank}{targets}{alpha}{saved}{dropout}{base}" + (",dtype=fp32" if self.fp32 else "")
+        parts = {
+            "r": self.rank,
+            "targets": "+".join(self.targets).removeprefix("all-linear"),
+            "alpha": self.alpha,
+            "saved": "+".join(self.saved),
+            "dropout": f"{self.dropout:g}" * bool(self.dropout),
+            "quantize": self.quantize,
+            "dtype": "fp32" * self.fp32,
+        }
+        return ",".join(f"{name}={value}" for name, value in parts.items() if value not in ("", None))
 
 
 def parse_lora(text: str) -> Lora:
@@ -528,19 +532,22 @@ class Job:
         held = self.global_batch_size and round(self.global_batch_size * (1 if self.packed else self.samples_per_row))
         batch = f"global batch {held}" if held else "batch free"
         optimizer = "its own optimizer" if self.script else self.optimizer_kind
-        extras = [self.task] if self.task != CAUSAL else []
-        extras += [f"images of {self.image_size} pixels"] if self.image_size else []
-        extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []
-        extras += [self.attention] if self.attention else []
-        extras += ["compiled"] if self.compiled else []
         shared = self.ranks_per_sequence
-        extras += [f"sequences split over {shared} ranks"] if shared > 1 else []
+        extras = [
+            self.task * (self.task != CAUSAL),
+            f"images of {self.image_size} pixels" * bool(self.image_size),
+            f"LoRA of rank {self.lora.rank}" if self.lora else "",
+            self.attention,
+            "compiled" * self.compiled,
+            f"sequences split over {shared} ranks" * (shared > 1),
+        ]
         tokens = f"{self.seq_len * shared // self.sequence_ranks} tokens"
         if self.lengths:
             packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
             tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"
-        length = [] if self.script is not None and self.seq_len == 1 else [tokens]  # a script without tokens has it
-        return ", ".join([self.model.name, *length, self.precision, *extras, optimizer, batch])
+        if self.script is not None and self.seq_len == 1:  # it has no tokens
+            tokens = ""
+        return ", ".join(filter(None, [self.model.name, tokens, self.precision, *extras, optimizer, batch]))
 
     @property
     def key(self) -> str:
