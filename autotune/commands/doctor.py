@@ -25,14 +25,13 @@ from autotune.problem.nvml import (
     ARCHITECTURES,
     Gpu,
     GpuError,
-    all_cards,
     architectures_to_set,
     driver_failure,
     holders_text,
     nvml_errors,
     open_nvml,
-    order_to_set,
     unreadable_architectures,
+    unseen_gpu,
     visible_gpus,
 )
 from autotune.rank.sandbox import Protection
@@ -86,25 +85,16 @@ def _gpus() -> Iterator[Finding]:
     try:
         with nvml_errors("NVIDIA's driver"):
             version, cuda = lib.nvmlSystemGetDriverVersion(), lib.nvmlSystemGetCudaDriverVersion()
-        cards, visible = all_cards(), visible_gpus()
+        visible = visible_gpus()
     except GpuError as error:
         yield Finding("bad", "driver", str(error), "no GPU can be tuned", "reboot, or reload its kernel module")
         return
     yield Finding("good", "driver", f"{version}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
     yield from map(_gpu, visible)
     if not visible:
-        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"{len(cards)} here, none for CUDA" + (
-            f" (CUDA_VISIBLE_DEVICES={wanted})" if wanted is not None else ""
-        )
+        found = unseen_gpu() or "the driver finds none"
         fix = "set it to what `nvidia-smi -L` lists, or unset it; a card in MIG mode needs a slice"
         yield Finding("warn", "GPU", found, "only CPU ranks can be tuned", fix)
-    if order := order_to_set():
-        names = " and ".join(sorted({card.name for card in cards}))
-        setting = " ".join(f"{key}={value}" for key, value in order.items())
-        cost = "CUDA's own order is by speed, unlike that of nvidia-smi"
-        fix = f"nothing: trials and the printed command set {setting}"
-        yield Finding("good", "GPU order", f"unlike GPUs: {names}", cost, fix)
     if unreadable := unreadable_architectures():
         setting = " ".join(f"{key}={value}" for key, value in architectures_to_set().items())
         cost = f"DeepSpeed cannot read {', '.join(unreadable)}, so a training that builds or loads its ops fails"
@@ -242,13 +232,8 @@ def attempt(name, work, doing=""):
 def torch_facts():
     import torch
     from autotune.rank import devices as cuda
-    return {"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.available(),
-            "nccl": list(cuda.nccl_version()) if torch.version.cuda else None}
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.available()}
 attempt("torch", torch_facts, "importing torch")
-def cuda_home():
-    from torch.utils.cpp_extension import CUDA_HOME
-    return CUDA_HOME
-attempt("cuda_home", cuda_home, "looking for the CUDA toolkit")
 def versions():
     import deepspeed
     return {"deepspeed": deepspeed.__version__}
@@ -385,15 +370,6 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         yield Finding("bad", "torch", f"{build}, cannot use GPU 0: {trouble}", "no GPU can be tuned", fix)
     else:
         yield Finding("good", "torch", build)
-    if device == "cuda":
-        if torch["nccl"]:
-            yield Finding("good", "NCCL", ".".join(map(str, torch["nccl"])))
-        if home := facts.get("cuda_home"):
-            yield Finding("good", "CUDA toolkit", f"torch takes CUDA_HOME={home}")
-        else:
-            cost = "ops for GPUs cannot be built: no --optimizer fused_adam"
-            fix = "install CUDA's toolkit, or set CUDA_HOME to the folder whose bin/ has nvcc"
-            yield Finding("warn", "CUDA toolkit", "torch finds no CUDA_HOME, nvcc or /usr/local/cuda", cost, fix)
     if "versions" in facts:
         versions = facts["versions"]
         found = ", ".join(f"{k} {v}" for k, v in versions.items())

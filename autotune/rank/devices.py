@@ -284,11 +284,6 @@ def available() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def nccl_version() -> tuple[int, ...]:
-    """Return the version of torch's NCCL. `autotune doctor` calls it in the ranks' Python."""
-    return tuple(torch.cuda.nccl.version())
-
-
 def generator_state() -> bytes | None:
     """Return the state of this rank's CUDA generator; None if CUDA is not initialized, which is not done here."""
     if not in_use():
