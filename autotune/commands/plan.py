@@ -277,16 +277,8 @@ class Machines:
 
     def fewest_of_own(self) -> CardPlan | None:
         """Return the fewest of the setup's own card: any number within a machine, then whole machines."""
-        hardware = self.setup.hardware
-        if hardware.facts is None:
-            return None
-        fewest = fewest_offloading = None
-        for one in self._sizes(hardware.facts, _EXACT):
-            fewest = self.outlook(one, one.fastest(offload=False))
-            if fewest:
-                break
-            fewest_offloading = fewest_offloading or self.outlook(one, one.fastest())
-        return CardPlan(hardware.facts, fewest, fewest_offloading, None)
+        name = self.setup.hardware.facts
+        return None if name is None else dataclasses.replace(self._plan(name, _EXACT, every=False), best=None)
 
     def outlook(self, tried: JobPredictions | None, place: int | None) -> Outlook | None:
         """Return the outlook of one candidate of a trial setup."""
@@ -322,12 +314,18 @@ class Machines:
         found = self._plan(name, _SIZES[-1:] if hopeless else _SIZES)
         return found if found.best else self._plan(name, _MORE)
 
-    def _plan(self, name: str, sizes: Iterable[tuple[int, int]]) -> CardPlan:
-        """Return the card's plan in machines of these sizes, in ascending order."""
+    def _plan(self, name: str, sizes: Iterable[tuple[int, int]], *, every: bool = True) -> CardPlan:
+        """Return the card's plan in machines of these sizes, in ascending order.
+
+        Args:
+            every: try the sizes after the first that holds everything, too.
+        """
         fewest = fewest_offloading = None
         best: tuple[tuple[bool, float], JobPredictions, int] | None = None
         for one in self._sizes(name, sizes):
             fewest = fewest or self.outlook(one, one.fastest(offload=False))
+            if fewest and not every:
+                break
             place = one.fastest()
             fewest_offloading = fewest_offloading or fewest or self.outlook(one, place)
             if place is not None:
