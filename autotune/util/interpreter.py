@@ -203,18 +203,13 @@ def _executable(typed: str, label: str) -> str:
     """
     path = Path(typed).expanduser()
     if path.is_dir():
-        inside = path / "bin" / "python"
-        if not inside.is_file():
-            raise UserError(f"{label} is a folder without bin/python: expected a Python, or its environment's folder")
-        path = inside
-    if not path.is_file():
-        found = shutil.which(typed) if os.sep not in typed else None
-        if found is None:
-            raise UserError(f"{label}: no such file; expected the Python of the environment that you train in")
-        path = Path(found)
-    if not os.access(path, os.X_OK):
-        raise UserError(f"{label} cannot be run: it is not executable; expected a Python")
-    return os.path.abspath(path)  # not resolved: the link's location decides the environment
+        path = path / "bin" / "python"
+    found = shutil.which(path)
+    if found is None:
+        raise UserError(
+            f"{label}: no such executable; expected the Python of the environment that you train in, or its folder"
+        )
+    return os.path.abspath(found)  # not resolved: the link's location decides the environment
 
 
 class _QueryFailed(Exception):

@@ -216,14 +216,14 @@ def refusal(typed: object) -> str:
 def test_what_is_no_python(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("print(1)")
     (tmp_path / "empty").mkdir()
-    assert "no such file" in refusal(tmp_path / "nothing")
-    assert "no such file" in refusal("no-python-of-that-name")
-    assert "a folder without bin/python" in refusal(tmp_path / "empty")
-    assert "not executable" in refusal(tmp_path / "text")
+    assert "no such executable" in refusal(tmp_path / "nothing")
+    assert "no such executable" in refusal("no-python-of-that-name")
+    assert "no such executable" in refusal(tmp_path / "empty")
+    assert "no such executable" in refusal(tmp_path / "text")
     (tmp_path / "text").chmod(0o755)
     assert "cannot be run" in refusal(tmp_path / "text"), "neither a program nor a script"
     (tmp_path / "broken").symlink_to(tmp_path / "gone")
-    assert "no such file" in refusal(tmp_path / "broken")
+    assert "no such executable" in refusal(tmp_path / "broken")
     for other in ("true", "cat", "sh", "ls"):
         assert "it is no Python" in refusal(other)
     assert "it fails (sh: broken)" in refusal(
