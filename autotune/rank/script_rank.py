@@ -305,6 +305,11 @@ class ScriptRank(BaseRank, TrainingObserver):
                 raise Unusable(short, Cause.BATCH)
             raise Unusable(f"too many steps are the last of their data ({short})", Cause.SHORT)
 
+    def resized(self) -> None:
+        """End the measurement before the script trains another batch, if it has measured steps."""
+        if len(self.timed) >= _MIN_STEPS:
+            self._finish()
+
     def failed(self, error: BaseException) -> None:
         """Process an exception that the script may catch. OOMs and repeated failures end the rank."""
         described = self.leave_if_out_of_memory(error)

@@ -627,6 +627,14 @@ def test_work_that_recurs_is_measured_as_often_as_it_does(parent: Parent, tmp_pa
     assert pace_of(seconds).seconds >= 0.3 / 4
 
 
+def test_a_measurement_ends_where_the_script_changes_its_batch(parent: Parent, tmp_path: Path) -> None:
+    grows = "    if engine.global_steps == 6:\n            engine.set_train_batch_size(8)\n"
+    rank = start(parent, tmp_path, LOOP.format(steps=40) + grows)
+    rank.wait_for("phase", phase="ready")
+    rank.channel.send("measure", **{**REQUEST, "max_steps": 30})
+    assert len(rank.wait_for("measured")["step_seconds"]) == 6 - WARMUP_STEPS
+
+
 OVERFLOWS = """
     import sys, torch, deepspeed
     from deepspeed.accelerator import get_accelerator

@@ -61,6 +61,9 @@ class TrainingObserver:
     def auxiliary_stepped(self, number: int, rows: int) -> None:
         """Note an optimizer step of auxiliary engine `number`, made after the one that trains, on `rows` rows."""
 
+    def resized(self) -> None:
+        """Note that the script changes the batch of its engine during the training."""
+
     def failed(self, error: BaseException) -> None:
         """Receive an exception of the engine, its construction, or an observation (`Unusable`).
 

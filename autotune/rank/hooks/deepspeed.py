@@ -36,6 +36,8 @@ def install(context: Context) -> None:
         (deepspeed, "initialize", _initialize),
         (DeepSpeedEngine, "compile", _compile),
         (DeepSpeedEngine, "no_sync", _no_sync),
+        (DeepSpeedEngine, "set_train_batch_size", _resize),
+        (DeepSpeedEngine, "set_train_micro_batch_size", _resize),
         (torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _fetch),
     ]
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -295,6 +297,13 @@ def _fetch(context: Context, call: Call) -> Any:
 def _no_sync(context: Context, call: Call) -> Any:
     """Note that the script sums gradients before they are reduced."""
     context.unsynced = context.unsynced or call.owner is context.engine
+    return call()
+
+
+def _resize(context: Context, call: Call) -> Any:
+    """Report that the script changes its engine's batch."""
+    if call.owner is context.engine:
+        context.watcher.resized()
     return call()
 
 
