@@ -99,19 +99,18 @@ class RandomState:
         def urandom(call: Call) -> bytes:
             return self._bytes(call.args[0])
 
+        def seeded(call: Call, default: Callable[[], Any]) -> Any:
+            name, seed = next(one for one in call.given.items() if one[0] in ("a", "seed"))
+            call.change(**{name: default() if seed is None else self._repeated(seed)})
+            return call()
+
         def seed_python(call: Call) -> None:
             caller = sys._getframe(3).f_globals  # globals of the caller of `Random.__init__`, which calls `wrap`
-            seed = call.given["a"]
-            if seed is None and caller.get("__name__") in _NAMING:
-                call.change(a=kernel(16))
-            else:
-                call.change(a=self._number() if seed is None else self._repeated(seed))
-            call()
+            is_naming = caller.get("__name__") in _NAMING
+            seeded(call, lambda: kernel(16) if is_naming else self._number())
 
         def seed_default(call: Call) -> None:
-            ((name, seed),) = list(call.given.items())[:1]
-            call.change(**{name: self._number() % 2**32 if seed is None else self._repeated(seed)})
-            call()
+            seeded(call, lambda: self._number() % 2**32)
 
         def seed_all(call: Call) -> Any:
             call.change(seed=self._repeated(call.given["seed"]))
@@ -125,11 +124,6 @@ class RandomState:
         def seed_torch(_: Call) -> int:
             torch.manual_seed(number := self._number())
             return number
-
-        def noted(call: Call) -> Any:
-            seed = call.given["seed"]
-            call.change(seed=seed if seed is None else self._repeated(seed))
-            return self._note(call())
 
         patches.wrap(os, "urandom", urandom)
         patches.wrap(random, "_urandom", urandom)  # read by `SystemRandom`, `secrets` and numpy's `SeedSequence`
@@ -150,7 +144,7 @@ class RandomState:
         patches.replace(torch, "Generator", self._generator_class())
         if (numpy := sys.modules.get("numpy")) is not None:
             seeds(numpy.random, "seed", seed_default)
-            seeds(numpy.random, "default_rng", noted)
+            seeds(numpy.random, "default_rng", lambda call: self._note(seeded(call, lambda: None)))
 
     def _bytes(self, count: int) -> bytes:
         """Return bytes in place of the kernel's. Each worker of a data loader draws its own, as torch seeds it."""

@@ -681,16 +681,13 @@ def _by_stage(pair: Pair) -> Cause | None:
     )
 
 
+_Open = functools.partial(Check, verdict=Verdict.NOT_COMPARED)
 _BY_SCHEDULE = (_by_iterations, _by_sums, _by_stage, _by_cut)
 _BY_NUMBERS = (_by_loss, _by_sums, _by_stage, _by_division, _by_cut)
 CHECKS = (
-    Check("steps", _steps, verdict=Verdict.NOT_COMPARED),
-    Check("initial weights", _initial_weights, verdict=Verdict.NOT_COMPARED),
-    Check(
-        "samples",
-        lambda pair: [Seen(pair.own.rows_per_rank, pair.candidate.rows_per_rank)],
-        verdict=Verdict.NOT_COMPARED,
-    ),
+    _Open("steps", _steps),
+    _Open("initial weights", _initial_weights),
+    _Open("samples", lambda pair: [Seen(pair.own.rows_per_rank, pair.candidate.rows_per_rank)]),
     Check(ROWS, lambda pair: [Seen(1.0, rows_factor(*pair.traces, is_cut=pair.is_cut))], causes=(_by_sums, _by_stage)),
     Check("epoch", _epochs, math.log1p(_LATER_TOLERANCE), causes=(_by_cut,)),
     Check("frozen weights", _frozen_weights, causes=(_by_frozen_weights,)),
@@ -700,12 +697,12 @@ CHECKS = (
     Check(RATES, _rates, _RATE_TOLERANCE, _BY_SCHEDULE),
     Check("movement of the learning rate", _moved_rates, _RATE_ROUNDING, _BY_SCHEDULE),
     Check(BUFFERS, _buffers, causes=(_by_cut, _by_sums, _by_stage)),
-    Check("nothing seen", lambda pair: [Seen(1, 0)] * (not pair.numbers), verdict=Verdict.NOT_COMPARED),
-    Check("noise of other rows", _noise_of_other_rows, verdict=Verdict.NOT_COMPARED),
-    Check("unknown noise", _unknown_noise, verdict=Verdict.NOT_COMPARED),
+    _Open("nothing seen", lambda pair: [Seen(1, 0)] * (not pair.numbers)),
+    _Open("noise of other rows", _noise_of_other_rows),
+    _Open("unknown noise", _unknown_noise),
     Check("numbers", _numbers, causes=_BY_NUMBERS),
     Check("scatter", _scatter, causes=_BY_NUMBERS),
-    Check("noise", lambda pair: [pair.left_open], _UNSEEN, verdict=Verdict.NOT_COMPARED),
+    _Open("noise", lambda pair: [pair.left_open], _UNSEEN),
 )
 # What an equal training leaves open.
 REMARKS = (

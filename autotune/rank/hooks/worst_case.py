@@ -75,18 +75,16 @@ class _LargestOnly:
 def _largest(context: Context, loader: Any) -> int | None:
     """Return the index of the largest sample; None if all are alike, or none can be read."""
     if loader not in context.scanned:
-        context.scanned[loader] = found = _finding(context, loader)
-        if found is not None:
-            context.largest[found.pop("key")] = found
+        context.scanned[loader] = _finding(context, loader)
     found = context.scanned[loader]
     return int(found["index"]) if found and found["bytes"] else None
 
 
 def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
-    """Return index, bytes (0 if all are alike) and key of the largest sample, and the longest sequence of the data.
+    """Return index and bytes (0 if all are alike) of the largest sample, and the longest sequence of the data.
 
-    The key is the number of samples and the sizes of the first that are read. A finding of the first run is used for data
-    with its key. None if the samples cannot be read, or could not in the first run.
+    `Context.largest` has it by the number of samples and the sizes of the first that are read. A finding of the first run is
+    used for data with its key. None if the samples cannot be read, or could not in the first run.
     """
     recorded = context.script.profile.largest
     try:
@@ -105,8 +103,9 @@ def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
             sizes.append(size)
             if len(sizes) == min(count, _COMPARED):
                 key = f"{count}-{zlib.crc32(repr(sizes).encode()):08x}"
-                if known := (recorded or {}).get(key) or context.largest.get(key):
-                    return {**known, "key": key}
+                if known := {**context.largest, **(recorded or {})}.get(key):
+                    context.largest[key] = known
+                    return context.largest[key]
             if key and time.monotonic() > until:
                 break
     except Exception as error:  # a stream with a length, a collator that needs several samples, a worker that hangs
@@ -117,7 +116,8 @@ def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
     alike = len({size for size, _ in sizes}) == 1
     found = {"index": number * step % count, "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
     found |= {"tokens": max(tokens for _, tokens in sizes), "samples": count}
-    return {**found, "key": key}
+    context.largest[key] = found
+    return found
 
 
 def _sizes(loader: Any, order: Iterator[int]) -> Iterator[tuple[int, int]]:
