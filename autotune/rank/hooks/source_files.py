@@ -47,15 +47,11 @@ def found(context: Context) -> list[str]:
     paths = [os.path.normpath(os.path.join(script.cwd, word)) for word in words]
     named = [path for path in paths if os.path.exists(path)]
     code = [*own, *(users_path(context, path) for path in sys.path if path and not _installed(path))]
-    files = {
-        path
-        for module in list(sys.modules.values())
-        if (path := getattr(module, "__file__", None)) and isinstance(path, str) and path.endswith(".py")
-    }
-    modules = {users_path(context, path) for path in files}
-    configs = {users_path(context, path) for path in context.read - context.written}
-    kept = {path for path in modules if _below(path, code)}
-    kept |= {path for path in configs if _below(path, [*own, *named]) and _is_small(path)}
+    loaded = (str(getattr(module, "__file__", None)) for module in list(sys.modules.values()))
+    roots = {path: code for path in loaded if path.endswith(".py")}
+    roots |= {path: [*own, *named] for path in context.read - context.written if _is_small(path)}
+    theirs = {path: users_path(context, path) for path in roots}
+    kept = {theirs[path] for path, folders in roots.items() if _below(theirs[path], folders)}
     if script.path is not None:
         kept.add(str(script.path))
     there = (path for path in kept if os.path.isfile(path))
