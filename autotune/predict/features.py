@@ -184,10 +184,9 @@ def columns_of(
     keeps_gradients = old_stage_0 & (deepspeed < _FREES_GRADIENTS)
     if deepspeed < _SUMS_IN_16_BITS:
         stage, accumulated = np.where(old_stage_0, 1.0, stage), np.where(old_stage_0, 4.0, accumulated)
-    low = f"{job.precision}.{job.precision}_master_weights_and_grads"
-    low_masters, low_states = (
-        numbers(key) * (deepspeed >= _LOW_MASTERS) for key in (low, "bf16.bf16_optimizer_states")
-    )
+    reads_low = deepspeed >= _LOW_MASTERS
+    low_masters = numbers(f"{job.precision}.{job.precision}_master_weights_and_grads") * reads_low
+    low_states = numbers("bf16.bf16_optimizer_states") * reads_low
     packed, expandable = of_job(PACKING, job.packed), of_job(EXPANDABLE)
     tokens = padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len)
     pins = deepspeed >= PINS_BY_DEFAULT

@@ -69,11 +69,11 @@ def joined_passes(two: Counters, three: Counters) -> Pass:
 
     moved: Any = tuple((3 * a - 2 * b, b - a) for a, b in zip(two.moved, three.moved, strict=True))
     return Pass(
-        phase=[int(p) for p in first[:, 0]],
-        fixed=list(first[:, 1] - 2 * slope),
-        per_sequence=list(slope),
-        gradients=list(first[:, 2]),
-        section=[int(s) for s in first[:, 3]],
+        phase=first[:, 0].astype(int).tolist(),
+        fixed=(first[:, 1] - 2 * slope).tolist(),
+        per_sequence=slope.tolist(),
+        gradients=first[:, 2].tolist(),
+        section=first[:, 3].astype(int).tolist(),
         after_forward=(two.after_forward - 2 * after, after),
         flops=more("flops"),
         attention=more("attention"),
@@ -106,7 +106,7 @@ def add_counter_hooks(model: Any, counters: Counters) -> None:
             parameter.register_post_accumulate_grad_hook(accumulated)
     for module in model.modules():
         # torch's own class, which calls torch.nn.functional.linear
-        if type(module).__name__ == "Linear" and not any(one.requires_grad for one in module.parameters(recurse=False)):
+        if type(module).__name__ == "Linear" and not module.weight.requires_grad:
             module.register_forward_pre_hook(reads)
 
 
@@ -123,8 +123,7 @@ def follow_encoder(encoder: Any, counters: Counters) -> None:
         nonlocal awaited
         counters.section += 1
         awaited = True
-        found = output.values() if isinstance(output, dict) else output
-        for one in [one for many in found for one in (many if isinstance(many, tuple) else (many,))]:
+        for one in tree_leaves(output):
             if getattr(one, "requires_grad", False):
                 one.register_hook(backward_begins)
 

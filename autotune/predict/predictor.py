@@ -119,7 +119,8 @@ class Predictor:
         self.job, self.hardware, self.tracer, self.widened = job, hardware, tracer, widened
         self._rates = DeviceRates.of(hardware, job)
         self.trace = trace
-        self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
+        self._own_way = {ATTENTION: job.attention, LIGER: job.liger, LOSS: job.loss}
+        self._traces: dict[tuple[object, ...], Trace] = {self._way({}): self.trace}
         # reason for each way of making the model that cannot be built
         self._refused: dict[tuple[object, ...], str] = {}
         widen = 1.0 if self.trace.exact else UNTRACED
@@ -202,7 +203,7 @@ class Predictor:
         measured = np.array([o.measurement is not None for o in outcomes])
         seen = np.array([o.measurement.peak_bytes if o.measurement else self._lacked(o) for o in outcomes])
         # Bytes allocated by torch are more precise than NVML's, which include the allocator's cache. 0: unknown.
-        torchs = np.array([(o.measurement and o.measurement.torch_allocated_bytes) or 0 for o in outcomes], dtype=float)
+        torchs = np.array([getattr(o.measurement, "torch_allocated_bytes", None) or 0 for o in outcomes], dtype=float)
         known = torchs > 0
 
         def residuals(constants: Floats) -> Floats:
@@ -251,12 +252,11 @@ class Predictor:
         """
         ways: dict[tuple[object, ...], list[int]] = {}
         for i, candidate in enumerate(candidates):
-            ways.setdefault(_way(self.job, candidate), []).append(i)
+            ways.setdefault(self._way(candidate), []).append(i)
         for way, at in ways.items():
             self._trace(way, candidates[at[0]])
-        if len(ways) <= 1:
-            trace = self._traces[next(iter(ways))] if ways else self.trace
-            return self._prepare(trace, candidates)
+        if not candidates:
+            return self._prepare(self.trace, candidates)
         parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
         found: Prepared = joined(parts, np.argsort(np.concatenate([*ways.values()])))
         return found
@@ -272,8 +272,8 @@ class Predictor:
             UserError: no candidate is left.
         """
         for candidate in candidates:
-            self._trace(_way(self.job, candidate), candidate)
-        left = [candidate for candidate in candidates if _way(self.job, candidate) not in self._refused]
+            self._trace(self._way(candidate), candidate)
+        left = [candidate for candidate in candidates if self._way(candidate) not in self._refused]
         if candidates and not left:
             raise UserError(next(iter(self._refused.values())))
         return left, [f"{why}: left out" for why in self._refused.values()]
@@ -285,6 +285,10 @@ class Predictor:
         if facts is not None and facts.whence:
             unread.insert(0, f"{self.hardware.name} is not in autotune's table of GPUs: its rates are {facts.whence}")
         return [*self._newer, *unread, *dict.fromkeys(trace.note for trace in self._traces.values() if trace.note)]
+
+    def _way(self, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
+        """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
+        return tuple(knobs.get(knob, self._own_way.get(knob)) for knob in TRACED_KNOBS)
 
     def _trace(self, way: tuple[object, ...], candidate: Candidate) -> Trace:
         """Return the trace for a way of making the model, or the job's own trace if the model cannot be built that way.
@@ -374,7 +378,7 @@ class Predictor:
             self.step_sigma(prepared),
         )
         return [
-            breakdowns.of(candidate, i, self._trace(_way(self.job, candidate), candidate).exact)
+            breakdowns.of(candidate, i, self._trace(self._way(candidate), candidate).exact)
             for i, candidate in enumerate(candidates)
         ]
 
@@ -392,12 +396,6 @@ def rate_factors(constants: Floats) -> dict[str, Floats]:
     k = {name: np.exp(constants[..., i, None]) for i, name in enumerate(TIME)}
     k["hidden"] = k["hidden"] / (1 + k["hidden"])
     return k
-
-
-def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
-    """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
-    own = {ATTENTION: job.attention, LIGER: job.liger, LOSS: job.loss}
-    return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
 
 
 # -- prediction --------------------------------------------------------------------------------------------------------
@@ -530,7 +528,7 @@ class _Breakdowns:
         overhead = k["overhead"] * GIB
         tensors, whole = sum(float(size) for size in memory.values()), float(self.table.peak[i]) - overhead
         # a calibration may find slightly less than the tensors' sum
-        less = min(1.0, whole / tensors) if tensors > 0 else 1.0
+        less = min(1.0, whole / max(tensors, 1.0))
         memory = {name: less * float(size) for name, size in memory.items()}
         return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
 

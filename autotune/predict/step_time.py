@@ -366,13 +366,9 @@ def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
         elements: parameters of the model.
     """
     text = text_config(config)
-    one = _first(text, _LAYERS[:4])
-    blocks = sum(int(text[name]) for name in ("encoder_layers", "decoder_layers") if text.get(name))
-    if not blocks and one is not None:
-        of_t5 = one if str(text.get("model_type", "")).endswith("t5") else 0
-        blocks = one + int(text.get("num_decoder_layers") or of_t5)
-    ends = sum(table_sizes(config)) if blocks else 0
-    block = max(1, int((elements - ends) / max(1, blocks)))
+    layers = [_first(text, _LAYERS) or 0, _first(text, ("decoder_layers", "num_decoder_layers")) or 0]
+    ends = sum(table_sizes(config)) * (layers[0] > 0)
+    block = max(1, int((elements - ends) / max(1, sum(layers))))
     zero = "zero_optimization.stage3_"
     return {
         "reduce_bucket_size": max(block, ends),
@@ -414,8 +410,9 @@ def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
     heads = _first(text, _HEADS) or 1
     key_value = text.get("num_key_value_heads") or heads
     projections = hidden * attention * 2 + hidden * (attention // heads * key_value) * 2
-    head = hidden * vocabulary if task in _OVER_VOCABULARY else 0
-    head += hidden * hidden if task == MASKED else 0  # layer of a masked head
+    head = hidden * vocabulary * (task in _OVER_VOCABULARY) + hidden * hidden * (
+        task == MASKED
+    )  # a layer before a masked head
     return int(layers * projections + _mlp_parameters(text, hidden, layers) + head)
 
 
@@ -449,7 +446,7 @@ def model_flops_per_token(job: Job) -> float | None:
     if shape is None or parameters is None or job.task in (SEQ2SEQ, IMAGE_TEXT):
         return None
     layers, attention, _, _ = shape
-    return (4.0 if job.lora else 6.0) * parameters + 12.0 * layers * attention * job.seq_len
+    return (6.0 - 2.0 * bool(job.lora)) * parameters + 12.0 * layers * attention * job.seq_len
 
 
 # -- startup -----------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Trace:
     @property
     def every_frozen_size(self) -> list[int]:
         """Return the elements of each frozen parameter, or their sum as one entry if only that is known."""
-        return self.frozen_sizes or ([self.frozen] if self.frozen else [])
+        return self.frozen_sizes or [self.frozen] * (self.frozen > 0)
 
     @property
     def every_size(self) -> list[int]:

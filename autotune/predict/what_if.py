@@ -42,7 +42,7 @@ class OtherHardware:
     ) -> None:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
-        self._prepared: list[tuple[Job, str, list[Candidate], Prepared]] = []  # by job and device
+        self._prepared: dict[tuple[str, str], tuple[list[Candidate], Prepared]] = {}  # by job and device
 
     def candidates(self, job: Job) -> list[Candidate]:
         """Return the candidates to try for this job; none if its global batch cannot be split.
@@ -85,14 +85,13 @@ class OtherHardware:
             self.first.tracer,
             widened=self.first.widened,
         )
-        known = ((cs, one) for other, device, cs, one in self._prepared if device == hardware.device and other == job)
-        candidates, prepared = next(known, ([], None))
-        if prepared is None:
-            candidates = self.candidates(job)
-            if not candidates:
-                return None
-            prepared = predictor.prepare(candidates)
-            self._prepared.append((job, hardware.device, candidates, prepared))
+        key = job.key, hardware.device
+        if key not in self._prepared:
+            found = self.candidates(job)
+            self._prepared[key] = found, predictor.prepare(found)
+        candidates, prepared = self._prepared[key]
+        if not candidates:
+            return None
         return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))
 
 
@@ -112,7 +111,7 @@ class JobPredictions:
         Args:
             offload: allow candidates that offload to the host, as far as its main memory holds them.
         """
-        host_bytes = host_limit_bytes(self.hardware) if offload else 0.0
+        host_bytes = host_limit_bytes(self.hardware) * offload
         fits = self._sure & (self.table.host_bytes * self.hardware.per_node <= host_bytes)
         return int(np.where(fits, self.table.samples, -np.inf).argmax()) if fits.any() else None
 

@@ -279,8 +279,7 @@ def _stage_0(s: Sizes, c: Columns, at: Moments) -> Terms:
     copy = min(s.trained, REDUCE_ELEMENTS) * (s.width + np.where(c.communicated != s.width, c.communicated, 0.0))
     # Gradients in 32 bits, and for FP16_Optimizer once more as one flat tensor.
     copied = 4.0 * (s.width < 4 and not s.plain) * (1 + s.optimizer.flattens) * s.trained
-    stepped = s.largest if s.optimizer.loops else s.trained
-    step = copied + s.temporary * stepped
+    step = copied + s.temporary * s.trained
     # torch's DistributedDataParallel copies gradients into its buckets (gradient_as_bucket_view is off by default).
     copies_all = (s.plain or s.torch_alone) and s.ranks > 1
     return {
@@ -664,9 +663,6 @@ OTHER_STATES |= {"pagedadamw8bit": 0.0, "pagedadamw": 0.0, "pagedadamw32bit": 0.
 # sgd.py, _multi_tensor_sgd: none, except for the sum with decayed weights).
 _FOREACH_BYTES = {"adamw": 4, "adam": 4, "adagrad": 8}
 _FOREACH_DECAYED_SGD_BYTES = 4
-# Bytes of intermediates of torch's plain loops, for the tensor being stepped (_single_tensor_adam: the root and the
-# quotient; _single_tensor_adagrad: the root). ZeRO's partitions are one tensor each.
-_LOOP_BYTES = {"adamw": 8, "adam": 8, "adagrad": 4}
 
 
 @dataclass(frozen=True)
@@ -681,7 +677,6 @@ class Stepper:
     stray_share: float = 0.0
     known: bool = True  # False: an unknown type, whose states are assumed to be Adam's
     follows_weights: bool = True  # with plain 16-bit torch the states are 16 bits, too
-    loops: bool = False  # at stage 0, `temporary_bytes` hold one parameter at a time
 
 
 def optimizer_of_trials(job: Job) -> Stepper:
@@ -705,25 +700,23 @@ def optimizer_of_trials(job: Job) -> Stepper:
         temporary = _FOREACH_DECAYED_SGD_BYTES if own.get("weight_decay") else 0.0
     elif kind == "adagrad" or (is_adam and (named or job.plain) and not flattens and not own.get("fused")):
         temporary = _FOREACH_BYTES[kind]
-    temporary, flattens, loops = _of_script(job) or (temporary, flattens, False)
+    temporary, flattens = _of_script(job) or (temporary, flattens)
     states, stray = float(STATE_BYTES.get(kind, _ADAM_BYTES)), float(kind == "adagrad")
-    return Stepper(states, float(temporary), flattens, stray, kind in STATE_BYTES, loops=loops)
+    return Stepper(states, float(temporary), flattens, stray, kind in STATE_BYTES)
 
 
-def _of_script(job: Job) -> tuple[float, bool, bool] | None:
-    """Return (bytes of intermediates, `flattens`, `loops`) of the script's own optimizer, which steps regardless of the config.
+def _of_script(job: Job) -> tuple[float, bool] | None:
+    """Return (bytes of intermediates, `flattens`) of the script's own optimizer, which steps regardless of the config.
 
     None if the profile has no optimizer. torch uses `foreach` on CUDA if a script sets neither option (torch 2.13,
     torch/optim/adam.py, `adam`).
     """
     if found := job.profile.torch_optimizer:
-        kind, fused, foreach = str(found["class"]).lower(), found["fused"], found["foreach"]
-        loops = not fused and not foreach and (fused, foreach) != (None, None)
-        table = {} if fused else _LOOP_BYTES if loops else _FOREACH_BYTES
-        return float(table.get(kind, 0)), False, loops
+        alone = found["fused"] or found["foreach"] is False
+        return 0.0 if alone else float(_FOREACH_BYTES.get(str(found["class"]).lower(), 0)), False
     # DeepSpeed's or apex's, which `_configure_fp16_optimizer` recognizes by its class
     if job.profile.optimizer:
-        return 0.0, job.profile.optimizer == "FusedAdam" and not job.plain, False
+        return 0.0, job.profile.optimizer == "FusedAdam" and not job.plain
     return None
 
 
