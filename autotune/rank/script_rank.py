@@ -120,7 +120,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
         self.timed: list[float] = []  # seconds of every measured step
         self.batches: list[Batch] = []  # of every measured step
-        self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
+        self.short_steps = 0  # number of steps that ended their data
         self.lengths: list[set[int]] = []  # tokens of a row, in the forwards of every step of a probe run
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self._evaluating = False  # True if the model was in evaluation mode in the last step
@@ -224,9 +224,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self._await_request()
         self.batch.add(sizes)
         if sizes.rows:
-            tokens = sizes.tokens // sizes.rows
-            self.widest_tokens = max(self.widest_tokens, tokens)
-            self.batch.lengths.add(tokens)
+            self.batch.lengths.add(sizes.tokens // sizes.rows)
 
     def entered(self, phase: Phase) -> None:
         """Process the start of a phase; count micro-batches at their first backward."""
@@ -382,7 +380,8 @@ class ScriptRank(BaseRank, TrainingObserver):
         batches, tokens = self.batches, {}
         if any(batch.tokens > batch.rows for batch in batches):  # otherwise they have no tokens: images, audio frames
             tokens = {"tokens": statistics.fmean(batch.tokens for batch in batches)}
-        facts: dict[str, Any] = {**tokens, "widest": self.widest_tokens, "evaluating": self._evaluating}
+        widest_tokens = max(set[int]().union(*self.lengths), default=0)
+        facts: dict[str, Any] = {**tokens, "widest": widest_tokens, "evaluating": self._evaluating}
         if self.candidate is not None and self.script.profile.is_known:
             check_tokens(batches, self.candidate, self.script.profile)
         else:
@@ -644,13 +643,12 @@ class SavedTensors:
         import torch
 
         self.bytes = 0
-        parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
-        seen: set[int] = set()
+        seen = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
 
         def pack(tensor: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 where = tensor.untyped_storage().data_ptr()
-                if where not in parameters and where not in seen:
+                if where not in seen:
                     seen.add(where)
                     self.bytes += tensor.untyped_storage().nbytes()
             return tensor
