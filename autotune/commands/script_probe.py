@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
@@ -640,7 +639,7 @@ class ShortRuns:
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation", STEP: "batch of a whole step"}
 _MOST_PLACES = 6  # places that get another value at once
-_TIMES = (0.5, 1, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a place's own value; at least one is free for each
+_TIMES = (0.5, 2, 0.25, *range(3, 1000))  # of a place's own value, in the order in which they are tried
 # words of a name that tell that it holds a batch or an accumulation
 _OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
 
@@ -673,30 +672,36 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
     attempts = _attempts(may_be, exact)
     if wanted and not attempts:
         lines.append(f"no flag, variable or value of a file may be its {sought}: none is set")
+    found, seen = dict[str, str](), set[str]()
     for attempt in attempts:
+        new = [place for place in attempt if place not in seen]
+        missing = [knob for knob in wanted if knob not in found and (knob == MICRO_BATCH or own[knob] > 1)]
+        if not new or not missing or STEP in found:
+            continue
         if not runs.left:
             lines.append(f"what carries its {sought} was not sought further: no run or time is left")
             break
-        changed = _other_values({place: places[place] for place in attempt}, exact, own[MICRO_BATCH])
+        changed = _other_values({place: places[place] for place in new}, may_be, exact, own)
         times, why = _times_with(runs, script, facts, changed)
         tried = f"tried {', '.join(f'{place} {places[place]} -> {value}' for place, value in changed.items())}"
         if why:
             lines.append(f"{tried}: not taken, {why}")
             continue
-        found: dict[str, str] = {}
+        seen |= changed.keys()
+        taken = dict[str, str]()
         for name in (*wanted, STEP):
-            fits = [one for one in attempt if name in may_be[one] and changed[one] == times[name] * places[one]]
-            if fits and fits[0] not in found.values() and not found.keys() >= {*wanted}:
-                found[name] = fits[0]
+            fits = [one for one in new if name in may_be[one] and changed[one] == times[name] * places[one]]
+            free = name not in found and not found.keys() | taken.keys() >= {*wanted}
+            if free and fits and fits[0] not in taken.values():
+                taken[name] = fits[0]
+        found |= taken
         steps = ", ".join(f"{_NAMED[knob]} {float(own[knob] * times[knob]):g}" for knob in (MICRO_BATCH, ACCUMULATION))
-        lines.append(f"{tried}: {steps}; taken: {', '.join(found.values()) or 'nothing, no value explains it'}")
-        if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
-            profile = loop
-        own = _numbers(profile)
-        factors = {name: places[place] // own[name] for name, place in found.items() if places[place] > own[name]}
-        profile = replace(profile, found_flags=found, flag_times=factors)
-        break
-    return replace(profile, attempts=tuple(lines))
+        lines.append(f"{tried}: {steps}; taken: {', '.join(taken.values()) or 'nothing, no value explains it'}")
+    if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
+        profile = loop
+    own = _numbers(profile)
+    factors = {name: places[place] // own[name] for name, place in found.items() if places[place] > own[name]}
+    return replace(profile, found_flags=found, flag_times=factors, attempts=tuple(lines))
 
 
 def _numbers(profile: ScriptProfile) -> dict[str, int]:
@@ -751,7 +756,7 @@ def _may_be(
 
 
 def _attempts(may_be: Mapping[str, list[str]], exact: Set[str]) -> list[tuple[str, ...]]:
-    """Return the places to change in each run: telling names first, then fewer; variables of other names last.
+    """Return the places to change in each run, those with a telling name first, and variables of other names last.
 
     Args:
         may_be: numbers that each place may carry. A file of data has many places. The micro-batch comes first, which is halved.
@@ -762,30 +767,41 @@ def _attempts(may_be: Mapping[str, list[str]], exact: Set[str]) -> list[tuple[st
     telling = [place for place in order if _OF_A_BATCH.search(place)]
     variables = [place for place in order if place.startswith(VARIABLE) and place not in telling]
     likely = [place for place in order if place not in variables]
+    # a place that can only carry what a telling one does is tried if that one does not
+    told = [may_be[place] for place in telling if len(may_be[place]) == 1]
+    first = [place for place in likely if place in telling or may_be[place] not in told]
     fewer = telling or [place for place in likely if place in exact]
-    return [*dict.fromkeys(tuple(one[:_MOST_PLACES]) for one in (likely, fewer, variables) if one)]
+    return [*dict.fromkeys(tuple(one[:_MOST_PLACES]) for one in (first, fewer, likely, variables) if one)]
 
 
-def _other_values(values: dict[str, int], exact: Set[str], micro_batch: int) -> dict[str, int]:
+def _other_values(
+    values: dict[str, int], may_be: Mapping[str, list[str]], exact: Set[str], own: dict[str, int]
+) -> dict[str, int]:
     """Return another value for each place, each by another factor; the smallest values first, which need least memory.
 
     Args:
         values: by place.
-        exact: places whose value is no product. A product stays divisible by what these hold, and no quotient of factors is that
-            of another place.
-        micro_batch: of the script, which a factor of a product keeps whole.
+        may_be: numbers that each place may carry. Those that are computed from them stay whole.
+        exact: places whose value is no product. No quotient of a product's factor and another one is that of another place.
+        own: micro-batch, accumulation and samples of a rank's step.
     """
     changed: dict[str, int] = {}
     factors: set[float] = {1}
+    parts: list[tuple[int, float]] = []  # numbers that a product may give, with the factor by which it is then divided
+    steps = any(STEP in may_be[place] for place in values.keys() - exact)
     for place in sorted(values, key=lambda place: place not in exact):
         options: list[float] = [times for times in _TIMES if values[place] * times % 1 == 0]
         if place not in exact:
-            common = math.lcm(*(int(one) for one in factors if one > 1))
-            first = factors == {1}
-            options = [common * times for times in _TIMES if times >= 1 or (first and micro_batch * times >= 1)]
-            options = [one for one in options if factors.isdisjoint(one / other for other in factors)]
+            number = own[may_be[place][0]]
+            options = [one for one in options if all(n * one / by % 1 == 0 for n, by in [(number, 1), *parts])]
+            options = [one for one in options if factors.isdisjoint(one / by for by in factors)]
+        elif steps and MICRO_BATCH not in may_be[place]:
+            options = [4, *options]  # a smaller accumulation would make a larger micro-batch of a step
         times = next(one for one in options if one not in factors)
         factors.add(times)
+        parts += [
+            (own[ACCUMULATION if name == MICRO_BATCH else MICRO_BATCH], times) for name in may_be[place] if name != STEP
+        ]
         changed[place] = int(values[place] * times)
     return changed
 

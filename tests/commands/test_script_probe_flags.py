@@ -236,6 +236,24 @@ def test_a_batch_of_all_ranks_in_a_file_and_a_short_flag_are_found(tmp_path: Pat
     assert command(known, make_candidate(1, 16, 1), str(tmp_path / "best.json")) == ["train.py", str(path), "-g", "1"]
 
 
+def test_telling_names_are_tried_first_and_without_a_larger_micro_batch(tmp_path: Path) -> None:
+    values = {"--global_batch": 16, "--acc": 2, "--layers": 2}
+    profile = ScriptProfile(config={}, micro_batch=4, accumulation=2)
+    script = Script(("train.py",), str(tmp_path), profile=profile)
+    facts = {"rows": 8, "micros": 2, "accumulation": 2, "integers": values}
+    executor: Any = Executor(lambda now: (now["--global_batch"] // RANKS // now["--acc"], now["--acc"]), values)
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, facts)
+    assert executor.now == {"--global_batch": 32, "--acc": 8, "--layers": 2}
+    assert learnt.found_flags == {ACCUMULATION: "--acc", STEP: "--global_batch"}
+    executor = Executor(lambda now: (4, now["--layers"]), values)  # another name than the telling one carries it
+    learnt = carriers_found(ShortRuns(executor, 60.0), script, facts)
+    assert (executor.runs, learnt.found_flags) == (2, {ACCUMULATION: "--layers"})
+    assert [line.rpartition("; ")[2] for line in learnt.attempts] == [
+        "taken: nothing, no value explains it",
+        "taken: --layers",
+    ]
+
+
 def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) -> None:
     values = {"--workers": 4, "--layers": 4, "--hidden": 8}
     profile = ScriptProfile(config={}, micro_batch=4, accumulation=1)
