@@ -25,7 +25,7 @@ from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import argument_names, integers_in_words, own_files
 from autotune.script.argument_writer import integers_in_files, with_argument_files
-from autotune.script.carriers import STEP, carrier_of, place_in_file
+from autotune.script.carriers import OF_A_BATCH, STEP, carrier_of, own_numbers, place_in_file
 from autotune.script.environment import READ, READ_INTEGERS, VARIABLE, own_variables
 from autotune.script.profile import (
     RAN,
@@ -640,8 +640,6 @@ class ShortRuns:
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation", STEP: "batch of a whole step"}
 _MOST_PLACES = 6  # places that get another value at once
 _TIMES = (0.5, 2, 0.25, *range(3, 1000))  # of a place's own value, in the order in which they are tried
-# words of a name that tell that it holds a batch or an accumulation
-_OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
 
 
 def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> ScriptProfile:
@@ -657,7 +655,7 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
     if not profile.counted or not facts.get("rows") or not facts.get("micros"):
         return replace(profile, attempts=("no flag or variable was tried: its steps cannot be counted",))
     loop = of_loop(profile, facts)
-    own, places, wanted = _numbers(loop), _integers(script, facts), list[str]()
+    own, places, wanted = own_numbers(loop), _integers(script, facts), list[str]()
     for knob in (MICRO_BATCH, ACCUMULATION):
         place = carrier_of(script, knob).place
         # one of a known name may hold another value than the steps, such as all ranks' accumulation
@@ -699,15 +697,9 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
         lines.append(f"{tried}: {steps}; taken: {', '.join(taken.values()) or 'nothing, no value explains it'}")
     if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
         profile = loop
-    own = _numbers(profile)
+    own = own_numbers(profile)
     factors = {name: places[place] // own[name] for name, place in found.items() if places[place] > own[name]}
     return replace(profile, found_flags=found, flag_times=factors, attempts=tuple(lines))
-
-
-def _numbers(profile: ScriptProfile) -> dict[str, int]:
-    """Return the numbers of a rank's own batch that a place may carry."""
-    micro_batch, accumulation = profile.micro_batch, profile.accumulation
-    return {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation, STEP: micro_batch * accumulation}
 
 
 def of_loop(profile: ScriptProfile, facts: dict[str, Any]) -> ScriptProfile:
@@ -751,7 +743,7 @@ def _may_be(
     # The config may carry the micro-batch. An accumulation alone, or of 1, would try each flag that happens to have it.
     unlikely = MICRO_BATCH in wanted or own[ACCUMULATION] == 1
     if unlikely and all(names == [ACCUMULATION] for names in found.values()):
-        return {place: names for place, names in found.items() if _OF_A_BATCH.search(place)}
+        return {place: names for place, names in found.items() if OF_A_BATCH.search(place)}
     return found
 
 
@@ -763,8 +755,8 @@ def _attempts(may_be: Mapping[str, list[str]], exact: Set[str]) -> list[tuple[st
         exact: places whose value is no product.
     """
     order = sorted(may_be, key=lambda place: MICRO_BATCH not in may_be[place])
-    order.sort(key=lambda place: (not _OF_A_BATCH.search(place), not place.startswith("-")))
-    telling = [place for place in order if _OF_A_BATCH.search(place)]
+    order.sort(key=lambda place: (not OF_A_BATCH.search(place), not place.startswith("-")))
+    telling = [place for place in order if OF_A_BATCH.search(place)]
     variables = [place for place in order if place.startswith(VARIABLE) and place not in telling]
     likely = [place for place in order if place not in variables]
     # a place that can only carry what a telling one does is tried if that one does not
@@ -844,7 +836,7 @@ def _found_lines(profile: ScriptProfile) -> Iterator[str]:
     for name, place in profile.found_flags.items():
         times = profile.flag_times.get(name, 1)
         over = f" times {times}" if times > 1 else ""
-        value = _numbers(profile)[name] * times
+        value = own_numbers(profile)[name] * times
         yield f"{place} {value} is its {_NAMED[name]}{over}: candidates set it (--map KNOB=--FLAG names another)"
 
 

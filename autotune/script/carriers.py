@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune.problem.candidate import BATCH_KEYS, KNOBS, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, KNOBS, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_config import read_config, value_at
-from autotune.problem.job import ArgumentFile, Script
+from autotune.problem.job import ArgumentFile, Script, ScriptProfile
 from autotune.script.argument_files import (
     ALIASES,
     Place,
@@ -23,6 +24,10 @@ from autotune.script.command_line import framework_of
 STEP = BATCH_KEYS[0]  # name of the samples of a rank's optimizer step, among the knobs that places carry
 # Hugging Face's names, in Trainer's arguments and in the parsers of its examples.
 KNOWN_FLAGS = {knob: f"--{one.trainer}" for knob, one in KNOBS.items() if one.trainer}
+
+
+# words of a name that tell that it holds a batch or an accumulation
+OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
 
 
 class Carrier(NamedTuple):
@@ -42,6 +47,12 @@ def carrier_of(script: Script, knob: str) -> Carrier:
     if framework and knob in framework.negated:
         return Carrier(f"--{framework.negated[knob]}", negated=True)
     return Carrier(KNOWN_FLAGS.get(knob, ""))
+
+
+def own_numbers(profile: ScriptProfile) -> dict[str, int]:
+    """Return the numbers of a rank's own batch that places may carry."""
+    micro_batch, accumulation = profile.micro_batch, profile.accumulation
+    return {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation, STEP: micro_batch * accumulation}
 
 
 def carried(script: Script, candidate: Candidate) -> Iterator[tuple[str, str, Value]]:

@@ -18,6 +18,7 @@ from autotune.problem.candidate import BATCH_KEYS, Candidate
 from autotune.problem.import_time_env import of_the_device
 from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.script.argument_files import argument_names, find_key, own_files
+from autotune.script.carriers import OF_A_BATCH
 from autotune.script.environment import VARIABLE
 from autotune.script.parse_command import declared, launchers_config
 from autotune.script.script import line_of
@@ -133,6 +134,12 @@ def with_findings(study: str, known: Script, typed: Script) -> Script:
             f"study {study} was measured with {name}={known.profile.variables[name]}, which its script sets, and a study "
             f"supplies no paths. Set {name} in front of autotune."
         )
+    if left := known.profile.found_flags.keys() & {*BATCH_KEYS} - profile.found_flags.keys():
+        flags_left = ", ".join(sorted(known.profile.found_flags[knob] for knob in left))
+        raise UserError(
+            f"study {study} changes its batch by {flags_left}, which is not on the command line, and a study supplies no flags. "
+            "Add it with your own batch size."
+        )
     flags = {**profile.found_flags, **dict(typed.flags)}
     return dataclasses.replace(typed, flags=tuple(flags.items()), profile=profile)
 
@@ -145,16 +152,17 @@ def _given_config(script: Script) -> bool:
 def data_of(profile: ScriptProfile, typed: Script) -> ScriptProfile:
     """Return the findings about a script that are data, whoever recorded them.
 
-    A found flag carries a batch size. It is on the typed command, in its files, or a variable that is set or that the script
-    reads. A spelling is the flag itself, switched or negated. A variable belongs to the device and is no path, unless this
-    process has it.
+    A found flag carries a batch size. Its name tells so, or it is on the typed command, in its files, or a variable that is set
+    or that the script reads. A spelling is the flag itself, switched or negated. A variable belongs to the device and is no path,
+    unless this process has it.
     """
     variables_here = [f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment), **profile.environment}]
     names = {*argument_names(typed.argv), *variables_here}
     files = own_files(typed)
 
     def is_typed(flag: object) -> bool:
-        return flag in names or any(find_key(file.data, (str(flag).rpartition(".")[2],)) for file in files)
+        named = flag in names or (str(flag).startswith("-") and OF_A_BATCH.search(str(flag)) is not None)
+        return named or any(find_key(file.data, (str(flag).rpartition(".")[2],)) for file in files)
 
     def is_plain(name: str, value: str) -> bool:
         return os.environ.get(name) == value or (bool(of_the_device([name])) and not _PATH.search(value))

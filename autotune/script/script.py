@@ -27,7 +27,7 @@ from autotune.script.argument_files import (
     typed_values,
     winners_copy,
 )
-from autotune.script.carriers import KNOWN_FLAGS, STEP, can_set_knob, carried, carrier_of, settings
+from autotune.script.carriers import KNOWN_FLAGS, STEP, can_set_knob, carried, carrier_of, own_numbers, settings
 from autotune.script.command_line import (
     ACCELERATE,
     DEEPSPEED,
@@ -178,13 +178,17 @@ def line_of(script: Script) -> CommandLine:
 
 
 def typed_words(script: Script) -> list[str]:
-    """Return the whole command as typed, with the variables in front that the script has read."""
-    line = line_of(script)
+    """Return the whole command as typed, with the variables in front that the script has read.
+
+    Flags that were found to carry the batch are in it too: a study supplies no flag that is not typed.
+    """
+    line, argv = line_of(script), list(script.argv)
     variables = {**to_set(script.profile.environment), **dict(script.environment)}
-    return [
-        *(f"{name}={value}" for name, value in variables.items()),
-        *launcher_command(line, script.launcher, script.argv),
-    ]
+    for knob, place in script.profile.found_flags.items():
+        if place.startswith("-") and place not in argument_names(argv):
+            times = script.profile.flag_times.get(knob, 1)
+            argv = with_flag(argv, place, own_numbers(script.profile)[knob] * times)
+    return [*(f"{name}={value}" for name, value in variables.items()), *launcher_command(line, script.launcher, argv)]
 
 
 def training_command(script: Script, candidate: Candidate, ranks: int, config: str) -> list[str]:

@@ -18,6 +18,7 @@ from autotune.script.recorded import (
     recorded_job,
     with_findings,
 )
+from autotune.script.script import typed_words
 from tests.conftest import make_candidate, make_job
 
 BATCH = "train_micro_batch_size_per_gpu"
@@ -85,3 +86,14 @@ def test_a_candidate_with_a_path_is_refused() -> None:
     check_candidate("s", make_candidate(1))
     with pytest.raises(UserError, match="supplies no path"):
         check_candidate("s", make_candidate(1, **{"csv_monitor.output_path": str(Path("x"))}))
+
+
+def test_a_flag_that_carries_the_batch_by_default_is_printed_and_typed_again() -> None:
+    profile = ScriptProfile(micro_batch=4, accumulation=2, found_flags={BATCH: "--max_tokens"}, flag_times={BATCH: 8})
+    known = Script(("train.py",), "/", profile=profile)
+    assert typed_words(known) == ["train.py", "--max_tokens", "32"]
+    with pytest.raises(UserError, match=r"changes its batch by --max_tokens, which is not on the command line"):
+        with_findings("s", known, Script(("train.py",), "/"))
+    assert with_findings("s", known, Script(tuple(typed_words(known)), "/")).profile == profile
+    telling = replace(profile, found_flags={BATCH: "--batch_size"})
+    assert with_findings("s", replace(known, profile=telling), Script(("train.py",), "/")).profile == telling
