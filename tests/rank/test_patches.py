@@ -62,6 +62,16 @@ def test_arguments_may_have_any_name() -> None:
     patches.close()
 
 
+def test_a_call_has_its_arguments_by_name_and_takes_others() -> None:
+    def load(folder: str, tag: str | None = None, *, strict: bool = True, **more: int) -> list[Any]:
+        return [folder, tag, strict, more]
+
+    call = Call(load, ("a",), {"step": 3})
+    assert call.given == {"folder": "a", "tag": None, "strict": True, "more": {"step": 3}}
+    call.change(tag="b", strict=False)
+    assert call() == ["a", "b", False, {"step": 3}]
+
+
 def test_variables_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTUNE_OLD", "old")
     monkeypatch.delenv("AUTOTUNE_NEW", raising=False)
