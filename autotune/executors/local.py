@@ -546,10 +546,8 @@ def _rates(
     if not flops_per_token:
         return None, None
     tflops = flops_per_token * tokens_per_second / job.ranks / 1e12
-    card = hardware.gpu_facts
-    if card is None or card.doubt:  # a share of an estimated peak is not meaningful
-        return tflops, None
-    return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
+    peak = hardware.peak_tflops(job.precision)
+    return tflops, peak and tflops / peak
 
 
 def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bool) -> Outcome:

@@ -164,6 +164,13 @@ class Hardware:
             self.name, self.memory_bytes, unified=self.unified
         )
 
+    def peak_tflops(self, precision: str) -> float | None:
+        """Return the peak of one GPU; None for CPU ranks, and if it is only estimated: a share of it has no meaning."""
+        card = self.gpu_facts
+        if card is None or card.doubt:
+            return None
+        return card.fp32_tflops if precision == "fp32" else card.tflops
+
     def to_json(self) -> dict[str, Any]:
         """Return the hardware as JSON data."""
         return dataclasses.asdict(self)

@@ -72,10 +72,9 @@ class Outlook:
         None if either is unknown or only estimated.
         """
         flops = model_flops_per_token(job_with_candidate(self.job, self.prediction.candidate))
-        card = self.hardware.gpu_facts
-        if not flops or card is None or card.doubt:
+        peak = self.hardware.peak_tflops(self.job.precision)
+        if not flops or peak is None:
             return None
-        peak = card.fp32_tflops if self.job.precision == "fp32" else card.tflops
         return flops * self.tokens_per_second / self.hardware.count / (peak * 1e12)
 
     @property
