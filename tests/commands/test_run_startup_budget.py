@@ -58,7 +58,7 @@ def test_a_build_that_goes_on_counts_as_one() -> None:
     ops._report({"state": "building", "op": "CPUAdamBuilder", "last_seconds": None})
     time.sleep(0.02)
     assert ops.all_build_seconds >= 0.02
-    ops._report({"state": "loaded", "op": "CPUAdamBuilder", "built": True, "seconds": 0.02})
+    ops._report({"state": "done", "op": "CPUAdamBuilder", "built": True, "seconds": 0.02})
     assert ops.all_build_seconds == 0.02
     with pytest.raises(Stopped):
         ops._load(SimpleNamespace(load_ops=stopped_while_building), [])  # type: ignore[arg-type]
