@@ -80,6 +80,6 @@ def test_a_trace_ends_with_the_budget() -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as tracing:
-        with pytest.raises(TimeoutError, match="before the end of the budget"):
-            _outputs(tracing, "", 3600.0, lambda: True)
+        _, why = _outputs(tracing, "", 3600.0, lambda: True)
         tracing.kill()
+    assert why == "no trace before the end of the budget"
