@@ -84,15 +84,15 @@ class Lora:
     def __str__(self) -> str:
         """Return the text that `parse_lora` reads."""
         parts = {
-            "r": self.rank,
-            "targets": "+".join(self.targets).removeprefix("all-linear"),
-            "alpha": self.alpha,
-            "saved": "+".join(self.saved),
-            "dropout": f"{self.dropout:g}" * bool(self.dropout),
-            "quantize": self.quantize,
-            "dtype": "fp32" * self.fp32,
+            f"r={self.rank}": True,
+            f"targets={'+'.join(self.targets)}": self.targets != ("all-linear",),
+            f"alpha={self.alpha}": self.alpha is not None,
+            f"saved={'+'.join(self.saved)}": self.saved,
+            f"dropout={self.dropout:g}": self.dropout,
+            f"quantize={self.quantize}": self.quantize,
+            "dtype=fp32": self.fp32,
         }
-        return ",".join(f"{name}={value}" for name, value in parts.items() if value not in ("", None))
+        return ",".join(text for text, is_so in parts.items() if is_so)
 
 
 def parse_lora(text: str) -> Lora:
@@ -533,21 +533,27 @@ class Job:
         batch = f"global batch {held}" if held else "batch free"
         optimizer = "its own optimizer" if self.script else self.optimizer_kind
         shared = self.ranks_per_sequence
-        extras = [
-            self.task * (self.task != CAUSAL),
-            f"images of {self.image_size} pixels" * bool(self.image_size),
-            f"LoRA of rank {self.lora.rank}" if self.lora else "",
-            self.attention,
-            "compiled" * self.compiled,
-            f"sequences split over {shared} ranks" * (shared > 1),
-        ]
+        extras = {
+            self.task: self.task != CAUSAL,
+            f"images of {self.image_size} pixels": self.image_size,
+            f"LoRA of rank {self.lora and self.lora.rank}": self.lora,
+            str(self.attention): self.attention,
+            "compiled": self.compiled,
+            f"sequences split over {shared} ranks": shared > 1,
+        }
         tokens = f"{self.seq_len * shared // self.sequence_ranks} tokens"
         if self.lengths:
             packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
             tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"
-        if self.script is not None and self.seq_len == 1:  # it has no tokens
-            tokens = ""
-        return ", ".join(filter(None, [self.model.name, tokens, self.precision, *extras, optimizer, batch]))
+        parts = {
+            self.model.name: True,
+            tokens: self.script is None or self.seq_len > 1,  # a script without tokens has one
+            self.precision: True,
+            **extras,
+            optimizer: True,
+            batch: True,
+        }
+        return ", ".join(text for text, is_so in parts.items() if is_so)
 
     @property
     def key(self) -> str:

@@ -154,6 +154,10 @@ class Shortage:
         return "short of " + " and ".join(f"{_gib_number(size)} GiB {where}" for size, where in lacks if size)
 
 
+# words for a way to train, by (checkpointing, offload)
+_WAYS = {(False, False): "plain", (False, True): "+ offload", (True, False): "+ checkpointing", (True, True): "+ both"}
+
+
 @dataclass(frozen=True)
 class WayPlan:
     """One way to train: a ZeRO stage, with or without activation checkpointing and offload to main memory.
@@ -176,9 +180,7 @@ class WayPlan:
         return found
 
     def __str__(self) -> str:
-        if self.checkpointing and self.offload:
-            return "+ both"
-        return "+ checkpointing" if self.checkpointing else "+ offload" if self.offload else "plain"
+        return _WAYS[self.checkpointing, self.offload]
 
 
 @dataclass(frozen=True)
