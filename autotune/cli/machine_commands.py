@@ -59,7 +59,7 @@ def doctor(
     python: Python = None,
     as_json: Json = False,
 ) -> None:
-    """Check driver, torch, NCCL, DeepSpeed ops, memory and disk. CPU Adam is built ahead of time."""
+    """Check driver, torch, DeepSpeed ops, memory and disk. CPU Adam is built ahead of time."""
     shown = begin("looking at this machine", as_json)
     from autotune.commands.doctor import Finding, examine
     from autotune.commands.environment import ranks_python
