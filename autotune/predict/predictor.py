@@ -38,6 +38,7 @@ from autotune.predict.features import (
     Columns,
     Flags,
     Floats,
+    Places,
     columns_of,
     installed_deepspeed,
     joined,
@@ -308,7 +309,7 @@ class Predictor:
         self.calibrate()
         c, mean = prepared.columns, self._memory.mean
         at = peaks(prepared, self.hardware, mean)
-        by_shown, by_allocated = slopes(prepared, self.hardware, mean)
+        by_shown, by_allocated = slopes(prepared, self.hardware, mean, at)
         widening = self._widening(c)[0]
         peak_sigma, allocated_sigma = (
             widening * np.sqrt(self._memory.variance(slope) + prepared.doubt**2 + (self._memory.noise * size) ** 2)
@@ -712,6 +713,8 @@ class PredictedPeaks:
     allocated: Floats  # by torch
     needed: Floats  # of the device, by the whole process
     shown: Floats  # by NVML
+    allocated_at: Places  # moments of the peaks
+    shown_at: Places
 
 
 def _moments(p: Prepared, terms: Terms, device: str, constants: Floats) -> tuple[Floats, Floats, Floats]:
@@ -745,18 +748,17 @@ def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> PredictedPeaks:
     allocated, cached, free = _moments(p, p.memory.terms, hardware.device, constants)
     overhead = GIB * constants[..., 0, None]
     needed = (allocated + STUCK * cached + STUCK_UNEVEN * free).max(axis=-2) + overhead
-    shown = (allocated + cached + free).max(axis=-2) + overhead
-    shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
-    return PredictedPeaks(allocated.max(axis=-2), needed, shown)
+    total = allocated + cached + free
+    shown = np.maximum(np.minimum(total.max(axis=-2) + overhead, float(hardware.capacity_bytes)), needed)
+    return PredictedPeaks(allocated.max(axis=-2), needed, shown, allocated.argmax(axis=-2), total.argmax(axis=-2))
 
 
-def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
-    """Return (n, constants) derivatives by the constants, of two predictions at the moments of their peaks.
+def slopes(p: Prepared, hardware: Hardware, constants: Floats, at: PredictedPeaks) -> tuple[Floats, Floats]:
+    """Return (n, constants) derivatives by the constants, of two predictions at the moments of their peaks `at`.
 
     The predictions are NVML's bytes on a card of unlimited memory, and the bytes that torch allocates.
     """
-    allocated, cached, free = _moments(p, p.memory.terms, hardware.device, constants)
-    of_shown, of_allocated = (p.memory.at(size.argmax(axis=0)) for size in (allocated + cached + free, allocated))
+    of_shown, of_allocated = p.memory.at(at.shown_at), p.memory.at(at.allocated_at)
     by_shown = jacobian_of(lambda many: np.sum(_moments(p, of_shown, hardware.device, many), axis=0), constants)
     by_shown[:, 0] = GIB
     return by_shown, jacobian_of(lambda many: _moments(p, of_allocated, hardware.device, many)[0], constants)

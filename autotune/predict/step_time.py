@@ -152,6 +152,9 @@ def step_work(job: Job, trace: Trace, c: Columns, device: str, loss: Floats | fl
     quantized = quantized_sizes(job, trace)
     moved = moved + c.passes * sum(quantized) * (NF4_BYTES + job.element_bytes)
     moved = moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0)
+    # Each pass reads the weights: of published jobs a GPU hides it, and on CPU ranks searches take fewer trials with it
+    # (search/search.py, real tables).
+    moved = moved + (device == "cpu") * either(*whole_pass) / job.seq_len * job.element_bytes / 2
     operators = either(sum(plain.operators), sum(again.operators)) * np.where(c.fused_by_compiling, COMPILED_STARTS, 1)
     hooks = _hooks(trace, c, device)
     apart = (c.stage == 3) & (device == "cuda")  # on CPU ranks the stage's own factor covers them
@@ -274,7 +277,7 @@ def seconds(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]
         "forward": total * w.forward_share,
         "backward": total * (1 - w.forward_share - w.recompute_share),
         "recompute": total * w.recompute_share,
-        # that the device does not hide; the host reads the gradients' norm in the step, so nothing hides its work there
+        # Work that the device does not hide. The host reads the gradients' norm in the step, so nothing hides its work there.
         "host": (compute - device) * c.accumulation + k["starts"] * w.step_starts,
         # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
         "communication": waits * c.accumulation

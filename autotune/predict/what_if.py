@@ -42,7 +42,7 @@ class OtherHardware:
     ) -> None:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
-        self._prepared: dict[tuple[str, str], tuple[list[Candidate], Prepared]] = {}  # by job and device
+        self._prepared: dict[tuple[object, ...], tuple[list[Candidate], Prepared]] = {}
 
     def candidates(self, job: Job) -> list[Candidate]:
         """Return the candidates to try for this job; none if its global batch cannot be split.
@@ -85,7 +85,7 @@ class OtherHardware:
             self.first.tracer,
             widened=self.first.widened,
         )
-        key = job.key, hardware.device
+        key = job.ranks, job.precision, job.sequence_ranks, hardware.device  # in which its jobs differ
         if key not in self._prepared:
             found = self.candidates(job)
             self._prepared[key] = found, predictor.prepare(found)

@@ -427,7 +427,7 @@ def sub_groups(c: Columns, s: Sizes) -> Floats:
 
 def _activations(job: Job, trace: Trace, c: Columns, at: Moments) -> Floats:
     """Return (moments, n) bytes of the tensors of the model's own forward and backward."""
-    # What a share of the layers keeps lies on a straight line between all and none.
+    # Bytes of a share of the layers lie on a straight line between all and none.
     kept, again = at.fixed + at.each * c.rows, at.again_fixed + at.again_each * c.rows
     run = np.maximum(0.0, kept + c.checkpointing * (again - kept))
     passes = at.at("forward", "backward") & ~at.ended

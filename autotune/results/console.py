@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -66,12 +66,14 @@ from autotune.script.script import (
 from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
 from autotune.search.stopping import StopReason
-from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes
 from autotune.util.interpreter import launch_command
 from autotune.util.streams import LOG, Command, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
+
+if TYPE_CHECKING:
+    from autotune.search.study import StudyStore  # it imports databases, which `plan` needs none of
 
 # -- console -----------------------------------------------------------------------------------------------------------
 #

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -41,13 +41,14 @@ from autotune.script.profile import other_batch
 from autotune.script.script import command, command_sets_all, read_variables
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
-from autotune.search.storage import output_file
-from autotune.search.study import StudyStore
 from autotune.search.trials import VERIFY, Record, resumed_peak_bytes
 from autotune.util.files import cannot_write, remove_file, write_atomically
 from autotune.util.streams import printable
 from autotune.workers.jit_ops import FOLDER
 from autotune.workers.launchers import assignments, variables_of
+
+if TYPE_CHECKING:
+    from autotune.search.study import StudyStore  # it imports databases, which `plan` needs none of
 
 # -- export ------------------------------------------------------------------------------------------------------------
 #
@@ -494,6 +495,8 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
         check_out(out, FORMATS[style], makes_folders=True)
     record = exported_record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
+    from autotune.search.storage import output_file  # it imports databases, which `plan` needs none of
+
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")
     return export_record(store, record, target, style, record.role == VERIFY)
 

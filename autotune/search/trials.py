@@ -30,7 +30,6 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.knobs import KNOBS
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.storage import open_storage
 from autotune.util.bounds import known_fields
 from autotune.util.files import write_atomically
 from autotune.util.units import GIB
@@ -346,6 +345,8 @@ class MeasuredHere:
         Args:
             storage: the URL of the study's database.
         """
+        from autotune.search.storage import open_storage  # it imports databases, which `plan` needs none of
+
         if not self.ended:
             return "nothing was measured in this call"
         try:

@@ -66,7 +66,7 @@ def test_slopes_are_those_of_the_peaks(lengths: tuple[tuple[int, int], ...], tor
     predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
     candidates = [make_candidate(stage, batch) for stage in range(4) for batch in (1, 256)]
     prepared, mean = predictor.prepare(candidates), predictor._memory.mean
-    by_shown, by_allocated = slopes(prepared, predictor.hardware, mean)
+    by_shown, by_allocated = slopes(prepared, predictor.hardware, mean, peaks(prepared, predictor.hardware, mean))
     for at in range(len(mean)):
         step = np.zeros(len(mean))
         step[at] = 1e-6
