@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,12 @@ import numpy as np
 from autotune.masking import masked_data
 from autotune.predict.features import installed_deepspeed
 from autotune.predict.predictor import Predictor
-from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
-from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.script.profile import loops_by_hand
-from autotune.search.pruning import Dominance, DominanceRules
 from autotune.util.bounds import bounded_bytes
 from autotune.util.files import write_atomically
 
@@ -94,10 +91,10 @@ def recovery_ladder(
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
     Measured values take precedence over predicted ones, which are scaled by the ratio of measured to predicted values of
-    `top`. Left out are candidates that have `failed`, that train something else than the user's config, that by dominance need
-    no less memory than a rung above or than a device OOM among `failed`, or that are faster than `top`, which won. A
-    predicted speed of another micro-batch of the same engine is no reason, as that needs less memory for sure. A loop by
-    hand may count micro-batches, so its ladder keeps the micro-batch as long as it can.
+    `top`. Left out are candidates that have `failed`, that train something else than the user's config, that are predicted to
+    need no less memory than a device OOM among `failed`, or that are faster than `top`, which won. A predicted speed of
+    another micro-batch of the same engine is no reason, as that needs less memory for sure. A loop by hand may count
+    micro-batches, so its ladder keeps the micro-batch as long as it can.
     """
     compatible = [one for one in _compatible(top, space, job, convert) if _explicit(one) != _explicit(top)]
     below_top = {one for one in compatible if not trains_otherwise(one)}
@@ -118,15 +115,14 @@ def recovery_ladder(
         Rung(candidate, float(peaks[i]), float(speeds[i]), candidate in measured, float(table.host_bytes[i]))
         for i, candidate in enumerate(candidates)
     ]
-    memory = rung_memory(every, predictor.hardware, job.ranks, predictor.trace)
     micro_batches = np.array([candidate.micro_batch for candidate in candidates])
     for i, candidate in enumerate(candidates):
         if failed.get(candidate) is OutcomeKind.OOM_DEVICE:
-            is_open &= ~memory.at_least_as_large(i, OutcomeKind.OOM_DEVICE)
+            is_open &= (peaks < peaks[i]) | [rung.measured for rung in every]
         is_open[i] &= candidate not in failed
     ladder, at = [every[0]], 0
     while True:
-        is_open &= (peaks <= LESS * peaks[at]) & ~memory.at_least_as_large(at, OutcomeKind.OOM_DEVICE)
+        is_open &= peaks <= LESS * peaks[at]
         below = np.flatnonzero(is_open)
         if not len(below):
             return ladder
@@ -137,18 +133,6 @@ def recovery_ladder(
             below = kept
         at = int(below[np.argmax(speeds[below])])
         ladder.append(every[at])
-
-
-def rung_memory(rungs: Sequence[Rung], hardware: Hardware, ranks: int, trace: Trace | None = None) -> Dominance:
-    """Return the rules with which the search excludes candidates after an OOM, for rungs.
-
-    Args:
-        trace: the model's trace; None if its sizes are unknown, which compares fewer rungs.
-    """
-    host = None
-    if hardware.device == "cuda":
-        host = np.array([rung.host_bytes for rung in rungs])
-    return Dominance([rung.candidate for rung in rungs], DominanceRules.for_device(hardware.device, ranks, trace), host)
 
 
 def _explicit(candidate: Candidate) -> dict[str, Value]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -15,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from autotune.errors import ExitCode, MachineError, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, op_name
@@ -27,7 +26,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TrainingTrace
 from autotune.rank.ds_config import all_ops, needed_ops
-from autotune.recovery.ladder import Rung, rung_memory
+from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import length_lines, rows_factor, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
@@ -148,8 +147,7 @@ class Supervisor:
         self._needs = RankRequirements(
             hardware.device, self.threads, training=True, cwd=job.script.cwd, interpreter=job.interpreter
         )
-        self._memory = rung_memory(ladder, hardware, job.ranks)
-        self._too_large = np.zeros(len(ladder), dtype=bool)  # rungs that need no less than one that ran out of memory
+        self._least_host_bytes = math.inf  # of rungs that ran out of host memory
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
@@ -226,11 +224,11 @@ class Supervisor:
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _rung_below(self, at: int, kind: OutcomeKind) -> int | None:
-        """Return the next rung, without those that need at least as much as one that ran out of memory; None if none is left."""
-        if kind.is_oom:
-            self._too_large |= self._memory.at_least_as_large(at, kind)
-        left = np.flatnonzero(~self._too_large[at + 1 :])
-        return at + 1 + int(left[0]) if len(left) else None
+        """Return the next rung that needs less of the memory that ran out; None if none is left. Peaks decrease anyway."""
+        if kind is OutcomeKind.OOM_HOST and self.hardware.device == "cuda":
+            self._least_host_bytes = min(self._least_host_bytes, self.ladder[at].host_bytes or math.inf)
+        below = range(at + 1, len(self.ladder))
+        return next((one for one in below if self.ladder[one].host_bytes < self._least_host_bytes), None)
 
     def _sets_aside(self, end: AttemptEnd, *, first: bool) -> bool:
         """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one.

@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -37,8 +38,8 @@ class KnobKernel:
     """Covariances between candidates of an error in the logarithm of a speed, at amplitude 1.
 
     Each knob has an additive effect. Further effects depend on several knobs, and together vary as much as all single ones.
-    Those of first-order knobs do not depend on others. Sizes of one knob are alike if their ratio is small, and values of a
-    choice are not.
+    Those of first-order knobs do not depend on others. Sizes of one knob are alike if their ratio is small, and their effects
+    also have a trend per doubling. Values of a choice are not alike.
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
@@ -51,10 +52,13 @@ class KnobKernel:
         self._count = len(candidates)
         self._columns: dict[int, Floats] = {}
 
-    @property
-    def variance(self) -> float:
-        """Return the variance of a candidate's error."""
-        return 2 * sum(variance * len(knobs) for variance, knobs in self._orders)
+    @functools.cached_property
+    def variances(self) -> Floats:
+        """Return the variance of each candidate's error, (n,)."""
+        found = np.zeros(self._count)
+        for variance, knobs in self._orders:
+            found += sum((variance * (2 + knob.trend**2) for knob in knobs), np.zeros(self._count))
+        return found
 
     def covariances(self, places: Sequence[int]) -> Floats:
         """Return the covariances of all candidates with those at these places, (n, places)."""
@@ -68,7 +72,7 @@ class KnobKernel:
             for variance, knobs in self._orders:
                 for knob in knobs:
                     alike = knob.likeness(place)
-                    found += variance * alike
+                    found += variance * (alike + knob.trend * knob.trend[place])
                     joint *= ALIKE + (1 - ALIKE) * alike
                 found += variance * len(knobs) * joint
             self._columns[place] = found
@@ -79,15 +83,16 @@ class KnobKernel:
 class _Knob:
     is_size: bool
     codes: Floats  # (n,) log2 of a size, or the number of a choice
+    trend: Floats  # (n,) doublings above the mean size; 0 for a choice, and without a size
 
     @classmethod
     def of(cls, name: str, values: Sequence[Value | None]) -> _Knob:
         given = [value for value in values if value is not None]
         if name != "zero_stage" and all(_is_number(value) for value in given):
-            logs = [_MISSING if value is None else math.log2(max(float(value), 1e-9)) for value in values]
-            return cls(True, np.array(logs))
+            logs = np.array([math.nan if value is None else math.log2(max(float(value), 1e-9)) for value in values])
+            return cls(True, np.nan_to_num(logs, nan=_MISSING), np.nan_to_num(logs - np.nanmean(logs)))
         _, codes = np.unique([str(value) for value in values], return_inverse=True)
-        return cls(False, codes.astype(np.float64))
+        return cls(False, codes.astype(np.float64), np.zeros(len(values)))
 
     def likeness(self, place: int) -> Floats:
         """Return the correlation of each candidate's effect of the knob with that at a place, (n,)."""
@@ -104,7 +109,6 @@ def _is_number(value: Value) -> bool:
 # -- one quantity ------------------------------------------------------------------------------------------------------
 
 AMPLITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # factors on the standard deviations of effects
-TRUSTED = 0.9  # prior probability of the predictor's explanation
 PREDICTOR_AMPLITUDE, ALONE_AMPLITUDE = 0.5, 4.0  # medians of the amplitude's log-normal prior, with a sigma of 1
 OFFSET_SIGMA, UNKNOWN_SIGMA = 0.1, 3.0  # of an error that all candidates share, with and without the predictor
 CALL_SIGMA = 0.3  # of the change of a machine's speed between two calls, as a logarithm
@@ -175,43 +179,69 @@ def explain(
     predicted: Floats,
     points: Sequence[Point],
     *,
+    least: Mapping[int, float] = MappingProxyType({}),
     scale: float = 1.0,
-    trusted: float = TRUSTED,
-    at: Sequence[int] | slice = slice(None),
+    alone: bool = True,
 ) -> Mixture:
     """Return the belief about a quantity.
 
     Args:
         predicted: (n,) logarithms by the calibrated predictor.
         points: known values.
+        least: lower bounds of unknown values, by place.
         scale: standard deviations of effects on this quantity, relative to those on speed.
-        trusted: prior probability of the predictor's explanation; 1 leaves the other one out.
-        at: places of the candidates that the belief is about.
+        alone: the measurements alone are as probable an explanation, a priori, as the predictor.
     """
     points = points[-MOST_POINTS:]
+    found = [_regressed(kernel, predicted, PREDICTOR_AMPLITUDE, OFFSET_SIGMA * scale, scale, points, least)]
+    if alone:
+        average = np.full_like(predicted, predicted.mean())
+        found.append(_regressed(kernel, average, ALONE_AMPLITUDE, UNKNOWN_SIGMA, scale, points, least))
+    return Mixture(
+        np.concatenate([one.log_weights for one in found]),
+        np.vstack([one.means for one in found]),
+        np.vstack([one.sigmas for one in found]),
+        np.repeat([True, False], len(AMPLITUDES))[: len(found) * len(AMPLITUDES)],
+    )
+
+
+def _regressed(
+    kernel: KnobKernel,
+    prior_mean: Floats,
+    usual_amplitude: float,
+    offset_sigma: float,
+    scale: float,
+    points: Sequence[Point],
+    least: Mapping[int, float],
+) -> Mixture:
+    """Return one explanation: a Gaussian process of each amplitude, weighted by its likelihood."""
+    if least:
+        known = _regressed(kernel, prior_mean, usual_amplitude, offset_sigma, scale, points, {})
+        mean, sigma = known.mean, known.sigma
+        bounds = [above(bound, float(mean[at]), float(sigma[at]), at) for at, bound in least.items()]
+        points = [*(one for one in bounds if one.sigma < _MOST_SIGMAS * sigma[one.place]), *points]
     places = [point.place for point in points]
     covariances = kernel.covariances(places)
     values = np.array([point.value for point in points])
     noise = np.diag([point.sigma**2 for point in points]) + _of_calls(points)
-    average = np.full_like(predicted, predicted.mean())
-    explanations = [(predicted, trusted, PREDICTOR_AMPLITUDE, (OFFSET_SIGMA * scale) ** 2)]
-    if trusted < 1:
-        explanations.append((average, 1 - trusted, ALONE_AMPLITUDE, UNKNOWN_SIGMA**2))
-    log_weights, means, sigmas, predicts = [], [], [], []
-    for prior_mean, prior, usual, offset in explanations:
-        for amplitude in AMPLITUDES:
-            share = (amplitude * scale) ** 2
-            of_points = share * covariances[places] + offset + noise
-            inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
-            residual = inverse @ (values - prior_mean[places])
-            likelihood = float(np.log(inverse.diagonal()).sum() - 0.5 * residual @ residual)
-            log_weights.append(likelihood + math.log(prior) - 0.5 * math.log(amplitude / usual) ** 2)
-            known = inverse @ (share * covariances[at].T + offset)
-            means.append(prior_mean[at] + residual @ known)
-            variance = share * kernel.variance + offset
-            sigmas.append(np.sqrt(np.maximum(variance - (known**2).sum(0), 1e-6)))
-            predicts.append(prior_mean is predicted)
-    return Mixture(np.array(log_weights), np.array(means), np.array(sigmas), np.array(predicts))
+    log_weights, means, sigmas = [], [], []
+    for amplitude in AMPLITUDES:
+        share = (amplitude * scale) ** 2
+        of_points = share * covariances[places] + offset_sigma**2 + noise
+        inverse = np.linalg.inv(np.linalg.cholesky(of_points + 1e-9 * np.eye(len(points))))
+        residual = inverse @ (values - prior_mean[places])
+        likelihood = float(np.log(inverse.diagonal()).sum() - 0.5 * residual @ residual)
+        log_weights.append(likelihood - 0.5 * math.log(amplitude / usual_amplitude) ** 2)
+        known_by = inverse @ (share * covariances.T + offset_sigma**2)
+        means.append(prior_mean + residual @ known_by)
+        variances = share * kernel.variances + offset_sigma**2
+        sigmas.append(np.sqrt(np.maximum(variances - (known_by**2).sum(0), 1e-6)))
+    found = Mixture(np.array(log_weights), np.array(means), np.array(sigmas), np.ones(len(AMPLITUDES), dtype=bool))
+    if not least:
+        return found
+    # what a bound says depends on the explanation, so bounds do not compare explanations
+    evidence = np.logaddexp.reduce(known.log_weights) - np.logaddexp.reduce(found.log_weights)
+    return dataclasses.replace(found, log_weights=found.log_weights + evidence)
 
 
 def _of_calls(points: Sequence[Point]) -> Floats:
@@ -303,16 +333,8 @@ class Belief:
         log_samples = np.log(table.samples)
         speed = explain(self._kernel, log_samples, speeds)
         log_needed = np.log(table.needed)
-        of_peaks = functools.partial(explain, self._kernel, log_needed, scale=PEAK_SCALE)
-        trusted = TRUSTED if peaks else 1.0  # OOMs alone do not say how large anything is
-        bounds = []
-        if ooms:
-            there = of_peaks(peaks, trusted=trusted, at=[*ooms])
-            for place, least, mean, sigma in zip(ooms, ooms.values(), there.mean, there.sigma, strict=True):
-                bound = above(least, float(mean), float(sigma), place)
-                if bound.sigma < _MOST_SIGMAS * sigma:
-                    bounds.append(bound)
-        peak = of_peaks([*bounds, *peaks], trusted=trusted)
+        # OOMs alone do not say how large anything is
+        peak = explain(self._kernel, log_needed, peaks, least=ooms, scale=PEAK_SCALE, alone=bool(peaks))
         log_limit = np.log(limit_bytes)
         fits, by_measurements = peak.probability_below(log_limit), peak.of_measurements.probability_below(log_limit)
         hopeless = fits < normal_cdf(-HOPELESS_SIGMAS)

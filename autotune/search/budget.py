@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autotune.executors.base import REFERENCE, Executor, MeasureSpec
-from autotune.problem.candidate import Candidate, Value
+from autotune.problem.candidate import Candidate
 from autotune.problem.job import checkpoint_seconds, weights_seconds
-from autotune.problem.outcome import Outcome
 from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import FIRST_TRIAL_SECONDS, TRIAL_SHARE, Proposer
 from autotune.search.trials import SEARCH, VERIFY
@@ -81,13 +80,6 @@ class Budget:
         return 2 if board.incumbent is not None else 1
 
     @property
-    def _starts(self) -> dict[tuple[tuple[str, Value], ...], Outcome]:
-        """Latest trial of the search, by family (`Candidate.family`), that started an engine."""
-        searched = [record for record in self._look().ended if record.role == SEARCH]
-        ended = [(one.candidate.family, one.outcome) for one in searched if one.outcome is not None]
-        return {family: outcome for family, outcome in ended if outcome.ok and outcome.started}
-
-    @property
     def verification_seconds(self) -> float:
         """Expected seconds for verification of the best candidate: a start, whole steps, and a save of the weights."""
         measuring = max(self.verify_spec.min_steps * self._step_seconds, self.verify_spec.min_seconds)
@@ -133,15 +125,15 @@ class Budget:
 
         If the study has started no engine of its family, the slowest other start is used.
         """
-        starts, best = self._starts, self._best
-        slowest = max((outcome.outside_seconds for outcome in starts.values()), default=FIRST_TRIAL_SECONDS)
-        if best is None:
-            return slowest
-        own, measured = starts.get(best.family), self._look().measured[best][1]
-        took = slowest if own is None else own.outside_seconds
+        best, starts = self._best, [(False, FIRST_TRIAL_SECONDS)]
+        for record in self._look().ended:
+            if record.role == SEARCH and record.outcome is not None and record.outcome.ok and record.outcome.started:
+                is_own = best is not None and record.candidate.family == best.family
+                starts.append((is_own, record.outcome.outside_seconds))
+        took = max(starts[1:] or starts)[1]
         # a family that warmed up with a shortened accumulation uses whole steps next time
-        shortened = measured.extrapolated or (own is not None and own.measurement and own.measurement.extrapolated)
-        return took + WARMUP_STEPS * measured.step_seconds if shortened else took
+        shortened = best is not None and self._look().measured[best][1].extrapolated
+        return took + WARMUP_STEPS * self._step_seconds * shortened
 
     @property
     def reserve_seconds(self) -> float:

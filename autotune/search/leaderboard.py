@@ -48,58 +48,47 @@ class Leaderboard:
         outside: Collection[Candidate] = (),
         began: int | None = None,
     ) -> None:
-        self._hardware, self._job, self._outside = hardware, job, outside
-        self._began = began
+        self._hardware, self._job, self._outside, self._began = hardware, job, outside, began
         self.ended = [record for record in records if record.outcome is not None and record.role != TRAINING]
         self.trials_now = [record for record in self.ended if began is not None and record.number >= began]
         self._calls = _calls(records)
         self._now = max(self._calls.values(), default=0) + (began is not None)
-        self.measured: dict[Candidate, Measured] = {}  # a verification replaces the search's measurement
+        ended = [(record, record.outcome) for record in self.ended if record.outcome is not None]
+        # an OOM on a machine with clearly less memory does not count
+        self._counted = [one for one in ended if not hardware.outgrew(one[1].kind, one[1].capacity_bytes)]
         self.verified: dict[Candidate, Measured] = {}
         self.searched: dict[Candidate, Measured] = {}  # latest measurement of the search
-        self.resumed: dict[Candidate, Outcome] = {}  # outcome of the latest resume trial
-        self._why_not: dict[Candidate, str] = {}  # reasons why candidates cannot win
-        self._measured_in: dict[Candidate, int] = {}  # call of the measurement in `measured`
         self._turns: defaultdict[tuple[int, Candidate], list[Measurement]] = defaultdict(list)  # verifications by call
         # by role and call: the latest measurement of a search, the mean of the verifications
         self._means: defaultdict[tuple[str, int], dict[Candidate, Measurement]] = defaultdict(dict)
-        self._checked: list[tuple[Candidate, Outcome]] = []  # verifications and resume trials
-        for record in self.ended:
-            outcome = record.outcome
-            # an OOM on a machine with clearly less memory does not count
-            if outcome is None or hardware.outgrew(outcome.kind, outcome.capacity_bytes):
+        for record, outcome in self._counted:
+            measured, candidate, call = outcome.measurement, record.candidate, self.call(record)
+            if measured is None or record.role == RESUME:
                 continue
-            self._note_rejection(record.candidate, outcome, record.role)
-            if record.role in (VERIFY, RESUME):
-                self._checked.append((record.candidate, outcome))
-            if record.role == RESUME:
-                self.resumed[record.candidate] = outcome
-            elif outcome.measurement is not None:
-                self._note_measurement(record, outcome.measurement)
+            latest = self.searched
+            if record.role == VERIFY:
+                self._turns[call, candidate].append(measured)
+                measured, latest = averaged(self._turns[call, candidate]), self.verified
+            latest[candidate] = record.number, measured
+            self._means[record.role, call][candidate] = measured
+        self.measured = self.searched | self.verified
 
-    def _note_rejection(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        if self._is_of_another_batch(candidate):  # the probe run of a script, while the job sets another batch
-            self._why_not.setdefault(candidate, "its steps are of another global batch")
-        if candidate in self._outside:
-            self._why_not.setdefault(candidate, "not in the space of the latest call")
-        # an OOM would also end a resumed training; other failures may be errors of the save itself
-        if role == RESUME and outcome.kind.is_oom:
-            self._why_not.setdefault(candidate, f"it does not resume from a checkpoint: {outcome.reason}")
-        if role == VERIFY and outcome.measurement is None and outcome.kind.is_attributable_to_candidate:
-            self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
+    @cached_property
+    def resumed(self) -> dict[Candidate, Outcome]:
+        """Outcome of the latest resume trial of each candidate."""
+        return {record.candidate: outcome for record, outcome in self._counted if record.role == RESUME}
 
-    def _note_measurement(self, record: Record, measured: Measurement) -> None:
-        candidate, call = record.candidate, self.call(record)
-        if record.role == VERIFY:
-            self._turns[call, candidate].append(measured)
-            measured = averaged(self._turns[call, candidate])
-            self.verified[candidate] = record.number, measured
-        else:
-            self.searched[candidate] = record.number, measured
-        self._means[record.role, call][candidate] = measured
-        if record.role == VERIFY or candidate not in self.verified:
-            self.measured[candidate] = record.number, measured
-            self._measured_in[candidate] = call
+    @cached_property
+    def _failures(self) -> dict[Candidate, str]:
+        """Failures of verifications and resume trials, for which a candidate cannot win."""
+        found: dict[Candidate, str] = {}
+        for record, outcome in self._counted:
+            # an OOM would also end a resumed training; other failures may be errors of the save itself
+            if record.role == RESUME and outcome.kind.is_oom:
+                found.setdefault(record.candidate, f"it does not resume from a checkpoint: {outcome.reason}")
+            elif record.role == VERIFY and not outcome.measurement and outcome.kind.is_attributable_to_candidate:
+                found[record.candidate] = f"{outcome.kind.value}: {outcome.reason}"
+        return found
 
     def call(self, record: Record) -> int:
         """Return the number of the call that a trial belongs to, in order of their starts.
@@ -113,7 +102,10 @@ class Leaderboard:
 
     def mean_of(self, record: Record) -> Measurement:
         """Return the mean of a candidate's verifications in the call of one of them."""
-        return self._means[VERIFY, self.call(record)][record.candidate]
+        return self._verified_in(self.call(record))[record.candidate]
+
+    def _verified_in(self, call: int) -> dict[Candidate, Measurement]:
+        return self._means.get((VERIFY, call), {})
 
     def _is_of_another_batch(self, candidate: Candidate) -> bool:
         if self._job is None or self._job.global_batch_size is None:
@@ -140,7 +132,7 @@ class Leaderboard:
         return self.incumbent or self._choice(self._now)
 
     def _passing(self, call: int) -> dict[Candidate, Measurement]:
-        means = self._means.get((VERIFY, call), {})
+        means = self._verified_in(call)
         return {candidate: measured for candidate, measured in means.items() if not self.why_not(candidate)}
 
     def _choice(self, call: int) -> Candidate | None:
@@ -155,7 +147,7 @@ class Leaderboard:
     @cached_property
     def pace(self) -> float:
         """Return this call's speeds divided by those of earlier calls, by what was verified in both; 1 if nothing was."""
-        now, before = self._means.get((VERIFY, self._now), {}), self._earlier
+        now, before = self._verified_in(self._now), self._earlier
         ratios = [now[one].samples_per_second / before[one].samples_per_second for one in now if one in before]
         return statistics.median(ratios or [1.0])
 
@@ -170,7 +162,8 @@ class Leaderboard:
 
     def is_new(self, candidate: Candidate) -> bool:
         """Return True if the candidate's measurement is of this call."""
-        return self._measured_in[candidate] == self._now
+        role = VERIFY if candidate in self.verified else SEARCH
+        return candidate in self._means.get((role, self._now), {})
 
     def _speed(self, candidate: Candidate) -> float:
         """Return samples per second at the pace of this call."""
@@ -179,7 +172,7 @@ class Leaderboard:
 
     def verified_now(self, candidate: Candidate) -> bool:
         """Return True if this call has verified the candidate."""
-        return (self._now, candidate) in self._turns
+        return candidate in self._verified_in(self._now)
 
     @cached_property
     def _least_failed(self) -> dict[tuple[int, tuple[str, ...]], float]:
@@ -188,9 +181,9 @@ class Leaderboard:
         A host OOM counts for all that offload the same, and a device OOM for all of the stage.
         """
         least: defaultdict[tuple[int, tuple[str, ...]], float] = defaultdict(lambda: math.inf)
-        for candidate, outcome in self._checked:
-            share = share_that_fits(outcome, self._hardware)
-            if share is None or candidate not in self.searched:
+        for record, outcome in self._counted:
+            candidate, share = record.candidate, share_that_fits(outcome, self._hardware)
+            if record.role not in (VERIFY, RESUME) or share is None or candidate not in self.searched:
                 continue
             is_host = outcome.kind is OutcomeKind.OOM_HOST
             place = candidate.stage, candidate.offloaded if is_host else ()
@@ -208,12 +201,16 @@ class Leaderboard:
     @property
     def rejected(self) -> int:
         """Number of candidates that cannot win."""
-        return sum(self.why_not(one) not in ("", NOT_VERIFIED) for one in {*self._why_not, *self.measured})
+        return sum(self.why_not(one) not in ("", NOT_VERIFIED) for one in {record.candidate for record in self.ended})
 
     def why_not(self, candidate: Candidate) -> str:
         """Return why a candidate is not a verified winner; empty if nothing prevents it."""
-        if candidate in self._why_not:
-            return self._why_not[candidate]
+        if candidate in self._failures:
+            return self._failures[candidate]
+        if self._is_of_another_batch(candidate):  # the probe run of a script, while the job sets another batch
+            return "its steps are of another global batch"
+        if candidate in self._outside:
+            return "not in the space of the latest call"
         if candidate not in self.verified:
             return NOT_VERIFIED
         measured = self.verified[candidate][1]
@@ -285,7 +282,7 @@ class Leaderboard:
         measured, speed = self.verified[best][1], self._speed(best)
         # a search measures for one second and verification for three, so a candidate within both uncertainties is
         # verified too
-        near = 1 - RIVAL_SHARE if sum(call == self._now for call, _ in self._turns) == 1 else 1.0
+        near = 1 - RIVAL_SHARE if len(self._verified_in(self._now)) == 1 else 1.0
         for candidate in contenders:
             needed = near * speed
             if candidate in self._earlier:  # an earlier call has chosen another one; only its pace may differ
@@ -335,10 +332,10 @@ class Leaderboard:
 
     def verification(self, winner: Candidate, tuner: str | None) -> Measurement | None:
         """Return the winner's verification in a tuner's call; None unless it is the latest one."""
-        calls = [call for call, candidate in self._turns if candidate == winner]
-        if not calls or self._calls.get(tuner) != max(calls):
+        latest = max((call for call, candidate in self._turns if candidate == winner), default=None)
+        if latest is None or self._calls.get(tuner) != latest:
             return None
-        return self._means[VERIFY, max(calls)][winner]
+        return self._verified_in(latest)[winner]
 
     def why_not_compared(self, winner: Candidate, record: Record) -> str:
         """Return why a measured trial of another config says nothing about the winner; empty if it does."""
@@ -726,21 +723,12 @@ class StudyFacts:
         """Return the fastest rival that is clearly slower than the winner."""
         return self.slower[0] if self.slower else None
 
-    @property
-    def _winner_measured(self) -> Measurement:
-        """Measurement of the winner. Call this only if there is a winner."""
-        assert self.winner is not None
-        assert self.winner.outcome is not None
-        assert self.winner.outcome.measurement is not None
-        return self.winner.outcome.measurement
-
     def remark(self, number: int) -> str:
         """Return why a measured trial cannot win or is not compared with the winner; empty if it is a rival."""
         return self.remarks.get(number) or self.not_compared.get(number, "")
 
-    def _why_chosen(self) -> str:
-        """Return why the winner was chosen among the configs that tie with it."""
-        peak_bytes = self._winner_measured.peak_bytes
+    def _why_chosen(self, peak_bytes: int) -> str:
+        """Return why the winner, with this peak, was chosen among the configs that tie with it."""
         ahead = [rival for rival in self.tied if rival.ratio.times < 1]
         if not ahead:
             return "it measured fastest"
@@ -750,9 +738,8 @@ class StudyFacts:
             return "it needs less memory than those that measured faster"
         return "it is verified" if self.verified else "it is the least likely to fail verification"
 
-    def _named(self, rival: RunnerUp) -> str:
-        """Return a tied config, with the memory that it would save."""
-        peak_bytes = self._winner_measured.peak_bytes
+    def _named(self, rival: RunnerUp, peak_bytes: int) -> str:
+        """Return a tied config, with the memory that it would save against the winner's peak."""
         if rival.peak_bytes >= (1 - SPEED_FOR_MEMORY) * peak_bytes:
             return str(rival.candidate)
         unverified = "" if rival.verified else ", not verified"
@@ -760,14 +747,18 @@ class StudyFacts:
 
     def comparison(self) -> list[str]:
         """Return sentences that compare the winner with the other configs that may win; empty without any."""
-        lines = []
+        lines, winning = [], self.winning
+        if self._at is None or winning is None:
+            return []
         if self.tied:
-            others = counted(len(self.tied), "other")
-            named = ", ".join(map(self._named, self.tied[:2])) + (", …" if len(self.tied) > 2 else "")
-            lines.append(f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen()}")
+            others, peak = counted(len(self.tied), "other"), winning.peak_bytes
+            named = ", ".join(self._named(one, peak) for one in self.tied[:2]) + (", …" if len(self.tied) > 2 else "")
+            lines.append(
+                f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen(peak)}"
+            )
         if self.next_best is not None:
             beyond, ratio = " that is not tied" if self.tied else "", self.next_best.ratio
-            then, now = ratio.samples_per_second, self._winner_measured.samples_per_second
+            then, now = ratio.samples_per_second, winning.samples_per_second
             alike = "" if f"{then:.3g}" == f"{now:.3g}" else f": {ratio.speeds}"
             lines.append(
                 f"{format_change(ratio.times - 1)} against the next best{beyond} ({self.next_best.candidate}{alike})"
@@ -777,9 +768,7 @@ class StudyFacts:
             lines.append(
                 f"not compared with {counted(len(self.apart), 'other config')}, which no call measured together with the winner"
             )
-        if self.winner is not None:
-            lines += [one.sentence(self.winner.candidate) for one in self.references]
-        return lines
+        return lines + [one.sentence(self._at) for one in self.references]
 
     @property
     def better(self) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,11 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import Candidate, samples
 from autotune.problem.job import Job
-from autotune.problem.knobs import FIRST_ORDER, OFFLOADING
+from autotune.problem.knobs import FIRST_ORDER
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.belief import REPEAT_PEAK, REPEAT_SPEED, TRUSTED, Belief, Forecast, Point
-from autotune.search.pruning import CandidatePool, DominanceRules, numbered
+from autotune.search.belief import REPEAT_PEAK, REPEAT_SPEED, Belief, Forecast, Point
+from autotune.search.pruning import CandidatePool, numbered
 from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, speed_left
 from autotune.util.units import format_bytes, format_percent
 
@@ -31,9 +31,11 @@ from autotune.util.units import format_bytes, format_percent
 # alone do, so no agreement with the predictor hides all others. A search ends when no gain is worthwhile and a bound of the
 # speed that is left is low.
 
-WORTHWHILE = 0.0025  # logarithm of speed; a smaller expected gain is ignored
+WORTHWHILE = 0.01  # logarithm of speed; a smaller expected gain is ignored
+ALONE_SHARE = 0.3  # of a trial's value, by measurements alone; `search.py` with wrong predictors fails with less
 MOST_LEFT = 0.05  # share of speed by which untried candidates may be faster at the end (`Proposer.confidence`)
 FIRST_TRIAL_SECONDS = 5.0  # a shorter budget, or share of it, holds no trial of most models
+ENOUGH = 8  # failed trials after which only the least memory of each stage is tried
 TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
 
 
@@ -55,15 +57,21 @@ class Proposer:
         self.job, self.hardware = job, hardware = predictor.job, predictor.hardware
         self.exhaustive = exhaustive
         self._belief = Belief(predictor, candidates)
-        rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
-        self._pool = CandidatePool(candidates, rules, self._belief.host_bytes)
+        self._pool = CandidatePool(candidates, self._belief.host_bytes)
         self._index, self._family = self._pool.index, self._pool.family
-        self._fallback = FallbackSchedule(candidates, hardware.device)
         self._group = numbered(first_order_key(candidate) for candidate in candidates)
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
         self._stage = np.array([c.stage for c in candidates])
         self._limit_bytes = np.full(len(candidates), float(hardware.ceiling_bytes))
+        self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
+        kept = np.array([not candidate.checkpointing for candidate in candidates])
+        if hardware.device == "cuda":  # on CPU ranks offloading saves no memory
+            kept = kept - self._offloads
+        # order of memory by settings, because predictions may be why nothing has fitted
+        self._demand = kept * (1.0 + self._micro_batch.max(initial=0)) + self._micro_batch
+        self._least_failed = np.full(4, math.inf)  # by stage: of a candidate that offloading did not make fail
+        self._failed: Counter[OutcomeKind] = Counter()  # trials since the last that fitted
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended
         self._speeds: dict[tuple[int, int], Point] = {}  # by call and place
@@ -146,8 +154,13 @@ class Proposer:
         if outdated:
             return self._pool.note_fixable(candidate, outcome)
         self._pool.observe(candidate, outcome)
-        fits = measured is not None and measured.peak_bytes <= self.hardware.ceiling_bytes
-        self._fallback.take(at, outcome.kind, fits)
+        self._failed[outcome.kind] += 1
+        if measured is not None and measured.peak_bytes <= self.hardware.ceiling_bytes:
+            self._failed.clear()
+            self._least_failed[:] = math.inf
+        elif at is not None and (outcome.kind is OutcomeKind.OOM_DEVICE or not self._offloads[at]):
+            stage = self._stage[at]
+            self._least_failed[stage] = min(self._least_failed[stage], self._demand[at])
         if at is not None:
             self._tried.add(at)
 
@@ -250,7 +263,7 @@ class Proposer:
             speed = forecast.speed
             sigmas = np.hypot(speed.sigmas[:, places], REPEAT_SPEED)  # the best was measured once
             ahead = dataclasses.replace(speed, means=speed.means[:, places] - best, sigmas=sigmas)
-            left = math.expm1(speed_left(ahead, forecast.fits[places], self._group[places]))
+            left = speed_left(ahead, forecast.fits[places], self._group[places])
         ruled_out = self.stopped is not None and self.stopped.reason is StopReason.ALL_TRIED
         untried = bool(self._pool.open_mask.any()) and not ruled_out
         return Confidence(left, len(self._tried), len(self._measured), untried)
@@ -281,7 +294,7 @@ class Proposer:
         best = int(value.argmax())
         any_allowed = bool(np.isfinite(value[best]))
         if self._best is None:
-            gives_up = self._fallback.is_due and not self.exhaustive
+            gives_up = self._failed.total() >= ENOUGH and not self.exhaustive
             if gives_up or not any_allowed:
                 return self._last_resort()
             return Proposal(self.candidates[best], "best predicted")
@@ -317,14 +330,15 @@ class Proposer:
         return Proposal(self.candidates[best], f"same engine, expected gain {format_percent(math.expm1(gain[best]))}")
 
     def _last_resort(self) -> Proposal | Stop:
-        """Return the fallback candidate with the lowest memory.
+        """Return the candidate with the lowest memory of a stage, unless one of no more has failed; else the end.
 
         The fallback applies after many failures, or if no candidate has fitted or is likely to fit.
         """
-        at = self._fallback.next(self._available, self._forecast.peak.mean)
-        if at is None:
-            return self._fallback.stop()
-        why = "has fitted" if self._fallback.is_due else "is likely to fit"
+        left = self._available & (self._demand < self._least_failed[self._stage])
+        if not left.any():
+            return nothing_works(self._failed)
+        at = np.lexsort([self._forecast.peak.mean, self._demand, ~left])[0]
+        why = "has fitted" if self._failed.total() >= ENOUGH else "is likely to fit"
         return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
     def trial_seconds(self, candidate: Candidate) -> float:
@@ -358,10 +372,10 @@ class Proposer:
             startup[alive] = 0.0
         measuring = self._costs.measuring_seconds(forecast.step_seconds, self._accumulation)
         excluded |= startup + measuring / 2 > self._left_seconds  # half of the steps are the least that says something
-        # Trials are where the predictor sends them, so agreement there cannot raise its probability elsewhere.
-        fits = TRUSTED * forecast.fits + (1 - TRUSTED) * forecast.fits_by_measurements
-        gain = TRUSTED * forecast.speed.expected_gain(best) * forecast.fits
-        gain += (1 - TRUSTED) * forecast.speed.of_measurements.expected_gain(best) * fits
+        # Trials are where the predictor sends them, so agreement there cannot raise its probability elsewhere. If it misleads
+        # about speeds, so it may about peaks.
+        alone = forecast.speed.of_measurements.expected_gain(best) * forecast.fits_by_measurements
+        gain = (1 - ALONE_SHARE) * forecast.speed.expected_gain(best) * forecast.fits + ALONE_SHARE * alone
         return np.where(excluded, -np.inf, gain / (startup + measuring)), gain
 
     def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:
@@ -379,84 +393,18 @@ class Proposer:
         return np.asarray(longest > np.maximum(most, longest[allowed].min()))
 
 
+def nothing_works(failed: Counter[OutcomeKind]) -> Stop:
+    """Return the reason for the end of a search in which nothing fits."""
+    tried = f"{failed.total()} candidates, the thriftiest of every stage among them"
+    if all(kind.is_oom or kind is OutcomeKind.OK for kind in failed):
+        return StopReason.NOTHING_FITS.stop(tried=tried)
+    kinds = ", ".join(f"{count} {kind.value}" for kind, count in failed.most_common())
+    return StopReason.NOTHING_RUNS.stop(tried=tried, kinds=kinds)
+
+
 def first_order_key(candidate: Candidate) -> tuple[object, ...]:
     """Return the first-order settings of a candidate."""
     return tuple(candidate.get(name) for name in FIRST_ORDER)
-
-
-# -- fallback schedule -------------------------------------------------------------------------------------------------
-#
-# Fallback schedule if nothing has fitted: try the candidate with the least memory of every stage, then stop.
-
-ENOUGH = 8  # failed trials after which only fallback candidates are tried
-
-
-class FallbackSchedule:
-    """Stages whose fallback candidate was tried, and failures since the last fit.
-
-    Settings rank the candidates before predictions do, because predictions may be why nothing has fitted. On CPU ranks
-    offloading saves no memory.
-    """
-
-    def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
-        self._stage = np.array([candidate.stage for candidate in candidates])
-        self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
-        kept = np.array([not candidate.checkpointing for candidate in candidates]) - self._offloads * (device == "cuda")
-        self._demand = [np.array([candidate.micro_batch for candidate in candidates]), kept]  # the last counts first
-        self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
-        self._tried: set[int] = set()  # stages
-        self._failed: Counter[OutcomeKind] = Counter()
-
-    def take(self, at: int | None, kind: OutcomeKind, fitted: bool) -> None:
-        """Record a trial.
-
-        A stage whose fallback candidate failed for another reason than device memory is tried again with less
-        offloading, because the offloading may be the cause.
-
-        Args:
-            at: place of the candidate; None if this space does not contain it.
-            kind: kind of the outcome.
-            fitted: True if the candidate fits.
-        """
-        if fitted:
-            self._failed.clear()
-            self._tried.clear()
-            return
-        self._failed[kind] += 1
-        if at is None or kind is OutcomeKind.OOM_DEVICE or not self._offloads[at]:
-            return
-        stage = int(self._stage[at])
-        if stage in self._tried:
-            self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
-            self._tried.remove(stage)
-
-    @property
-    def is_due(self) -> bool:
-        """True after so many failures that only fallback candidates are tried."""
-        return self._failed.total() >= ENOUGH
-
-    def next(self, free: Flags, need: Floats) -> int | None:
-        """Return the place of the next fallback candidate; None if each stage was tried.
-
-        Args:
-            free: (n,) candidates that may be tried.
-            need: (n,) predicted need, which ranks candidates with the same settings.
-        """
-        order = np.lexsort([need, *self._demand])
-        for at in order[(free & (self._offloads <= self._most_offloads[self._stage]))[order]]:
-            stage = int(self._stage[at])
-            if stage not in self._tried:
-                self._tried.add(stage)
-                return int(at)
-        return None
-
-    def stop(self) -> Stop:
-        """Return the reason for the end of the search, if no fallback candidate is left."""
-        tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
-        if all(kind.is_oom or kind is OutcomeKind.OK for kind in self._failed):
-            return StopReason.NOTHING_FITS.stop(tried=tried)
-        kinds = ", ".join(f"{count} {kind.value}" for kind, count in self._failed.most_common())
-        return StopReason.NOTHING_RUNS.stop(tried=tried, kinds=kinds)
 
 
 # -- trial costs -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -47,7 +48,7 @@ class StopReason(Enum):
     # an error that ends the call: TrialRecorder (search/tuner.py) or the executor raises it, Tuner.run stores it
     JOB_FAILS = "stopped: the job fails"  # any UserError, also of the executor, such as a fork server that died
     MACHINE_ERROR = "stopped: the machine fails"  # any MachineError
-    # Proposer._decide (search/proposer.py); the last two: FallbackSchedule.stop there
+    # Proposer._decide (search/proposer.py); the last two: nothing_works there
     ALL_TRIED = "every candidate is tried or ruled out"
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"
     NOTHING_FITS = "nothing fits: memory was too small for {tried} (--exhaustive goes on)"
@@ -105,7 +106,7 @@ class Confidence:
 
 
 def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:
-    """Return the bound that the best untried candidate exceeds with a probability of 1 - PROBABILITY, as a logarithm.
+    """Return the share of speed that the best untried candidate exceeds with a probability of 1 - PROBABILITY, in whole percent.
 
     The bound is infinite beyond twice the speed. Errors are taken as equal within a group and as independent between groups.
 
@@ -114,21 +115,12 @@ def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:
         fits: (n,) probability that the candidate fits.
         groups: (n,) group of each candidate.
     """
-    if not len(fits):
-        return 0.0
     _, groups = np.unique(groups, return_inverse=True)
 
-    def probability_below(left: float) -> float:
-        worst = np.zeros(groups.max() + 1)
-        np.maximum.at(worst, groups, fits * (1 - ahead.probability_below(left)))
+    def probability_below(percent: int) -> float:
+        worst = np.zeros(groups.max(initial=0) + 1)
+        np.maximum.at(worst, groups, fits * (1 - ahead.probability_below(math.log1p(percent / 100))))
         return float(np.prod(1 - worst))
 
-    low, high = 0.0, math.log(2)
-    if probability_below(low) >= PROBABILITY:
-        return low
-    if probability_below(high) < PROBABILITY:
-        return math.inf
-    while high - low > 1e-4:
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if probability_below(middle) >= PROBABILITY else (middle, high)
-    return high
+    percent = bisect.bisect_left(range(101), PROBABILITY, key=probability_below)
+    return percent / 100 if percent <= 100 else math.inf

@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST_SHARE = 0.80
 SMALL_FILE, SMALL_TESTS, SMALL_MUTANTS = (
     "autotune/search/pruning.py",
-    "tests/search/test_pruning_dominance.py",
-    "autotune.search.pruning.xǁDominanceǁat_least_as_large*",
+    "tests/search/test_pruning.py",
+    "autotune.search.pruning.xǁCandidatePoolǁ_exclude_larger*",
 )
 # A test run that ends in none of these was no test run of the mutant.
 # One that crashes the interpreter (a null handle to a C library) was noticed.

@@ -139,19 +139,6 @@ class WithoutLadder(Proposer):
         return None
 
 
-class WithoutDominance(Proposer):
-    """What ran out of memory says nothing of other candidates but through the predictor."""
-
-    def observe(
-        self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False, verified: bool = False
-    ) -> None:
-        before = self._pool.open_mask.copy()
-        super().observe(candidate, outcome, outdated=outdated, verified=verified)
-        self._pool.open_mask[:] = before
-        if outcome.kind.is_attributable_to_candidate and not outdated:
-            self._pool.close(candidate)
-
-
 class WithoutEarlyEnd(ReplayExecutor):
     """Every trial takes its full steps, also where it cannot win."""
 
@@ -182,7 +169,6 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
     "adversarial": (Biased, Proposer),
     "no-predictor": (Ignorant, Proposer),
     "no-ladder": (Predictor, WithoutLadder),
-    "no-dominance": (Predictor, WithoutDominance),
     "no-early-end": (Predictor, Proposer),
     **{name: (predictor, Proposer) for name, predictor in (MISLED | WRONG).items()},
 }

@@ -34,7 +34,6 @@ from autotune.problem.knobs import (
 from autotune.problem.space import load_space, shipped_spaces
 from autotune.recovery.ladder import CROSSED
 from autotune.results.export import training_changes
-from autotune.search.pruning import Dominance
 from tests.conftest import make_job
 
 ROOT = Path(__file__).parents[2]
@@ -113,11 +112,6 @@ def _is_exported(a: Candidate, b: Candidate) -> bool:
     )
 
 
-def _is_ordered(a: Candidate, b: Candidate) -> bool:
-    compared = Dominance([a, b])
-    return bool(compared.at_least_as_large(0)[1] or compared.at_least_as_large(1)[0])
-
-
 def missing_places(name: str, knob: Knob) -> list[str]:
     """Places of the how-to that do not know a knob."""
     two, row = pairs(name, knob), rows().get(name)
@@ -133,11 +127,8 @@ def missing_places(name: str, knob: Knob) -> list[str]:
         found.append("predict/features.py")
     if not any(_is_exported(a, b) for a, b in two):
         found.append("results/export.py")
-    if name in table.FIRST_ORDER and name not in MODEL_KNOBS:
-        if name not in CROSSED:
-            found.append("recovery/ladder.py")
-        if name != "zero_stage" and not any(_is_ordered(a, b) for a, b in two):  # each stage has its own buffers
-            found.append("search/pruning.py")
+    if name in table.FIRST_ORDER and name not in MODEL_KNOBS and name not in CROSSED:
+        found.append("recovery/ladder.py")
     return found
 
 
@@ -153,12 +144,7 @@ FAKE = "zero_optimization.fake"
     ("name", "knob", "first_order", "missing"),
     [
         (FAKE, Knob(int, path=FAKE), False, ["docs/knobs.md", "search_spaces/"]),  # its predictions are less certain
-        (
-            FAKE,
-            Knob(int, path=FAKE),
-            True,
-            ["docs/knobs.md", "search_spaces/", "recovery/ladder.py", "search/pruning.py"],
-        ),
+        (FAKE, Knob(int, path=FAKE), True, ["docs/knobs.md", "search_spaces/", "recovery/ladder.py"]),
         ("fake", Knob(bool, path="fake"), False, ["docs/knobs.md", "search_spaces/", "predict/features.py"]),
         (
             "fake",

@@ -41,7 +41,7 @@ def test_without_measurements_the_prediction_is_the_mean_with_a_doubt() -> None:
     believed = explain(KERNEL, PREDICTED, [])
     assert np.corrcoef(believed.mean, PREDICTED)[0, 1] > 0.99
     assert (believed.sigma > 0.1).all()
-    assert believed.trust == pytest.approx(0.9)
+    assert believed.trust == pytest.approx(0.5)
 
 
 def test_measured_candidates_are_known_and_others_less_sure() -> None:

@@ -6,7 +6,7 @@ import pytest
 from autotune.executors.base import too_slow_outcome
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
-from autotune.search.pruning import EVERY_RULE, CandidatePool
+from autotune.search.pruning import CandidatePool
 from tests.conftest import make_candidate
 
 CANDIDATES = [
@@ -21,7 +21,7 @@ def left(pool: CandidatePool) -> list[Candidate]:
 
 @pytest.mark.parametrize("worked", [False, True])
 def test_a_batch_with_too_few_steps_rules_out_no_smaller_one(worked: bool) -> None:
-    pool = CandidatePool(CANDIDATES, EVERY_RULE)
+    pool = CandidatePool(CANDIDATES)
     large, larger = make_candidate(1, 8, 1), make_candidate(2, 8, 4)
     if worked:  # so it was not the batch's size
         pool.observe(larger, Outcome(OutcomeKind.OK))
@@ -38,18 +38,20 @@ def test_a_batch_with_too_few_steps_rules_out_no_smaller_one(worked: bool) -> No
         ((8, 1), {(2, 1), (2, 4)}),
     ],
 )
-def test_a_step_too_slow_for_the_budget_rules_out_no_less_work_and_no_other_engine(
-    slow: tuple[int, int], kept: set[tuple[int, int]]
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_step_too_slow_or_too_large_rules_out_no_less_work_and_no_other_engine(
+    slow: tuple[int, int], kept: set[tuple[int, int]], memory: bool
 ) -> None:
-    pool = CandidatePool(CANDIDATES, EVERY_RULE)
+    pool = CandidatePool(CANDIDATES)
     candidate = make_candidate(1, *slow)
-    pool.observe(candidate, too_slow_outcome(Phase.FORWARD, candidate, 30.0))
+    too_slow = too_slow_outcome(Phase.FORWARD, candidate, 30.0)
+    pool.observe(candidate, Outcome(OutcomeKind.OOM_DEVICE) if memory else too_slow)
     assert {(one.micro_batch, one.accumulation) for one in left(pool) if one.stage == 1} == kept
     assert sum(one.stage == 2 for one in left(pool)) == 4
 
 
 def test_trials_too_slow_for_several_earlier_budgets_close_nothing() -> None:
-    pool, slow = CandidatePool(CANDIDATES, EVERY_RULE), CANDIDATES[0]
+    pool, slow = CandidatePool(CANDIDATES), CANDIDATES[0]
     for _ in range(3):
         pool.note_fixable(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
     assert slow in left(pool)
@@ -68,22 +70,11 @@ def test_a_host_that_ran_out_rules_out_what_offloads_no_less_to_it() -> None:
     others = [offloading(2, 1), offloading(3, 1, "nvme"), make_candidate(3, 8), offloading(3, 2, overlap_comm=False)]
     host = np.array([8.0, 8.0, 9.0, 8.0, 8.0, 1.0, 0.0, 7.0])
     for worked in (False, True):
-        pool = CandidatePool([ran_out, *hungrier, *others], EVERY_RULE, host)
+        pool = CandidatePool([ran_out, *hungrier, *others], host)
         if worked:  # so it was not what is offloaded
             pool.observe(hungrier[0], Outcome(OutcomeKind.OK))
         pool.observe(ran_out, Outcome(OutcomeKind.OOM_HOST))
         assert set(left(pool)) == {*others, *(hungrier[1:] if worked else [])}
-
-
-def test_a_device_oom_of_a_candidate_excluded_by_a_host_oom_excludes_larger_ones() -> None:
-    """The candidate ran in parallel when a host OOM excluded it."""
-    ran_out, parallel = offloading(3, 8), offloading(3, 2)
-    larger = make_candidate(3, 2)  # offloads nothing, so it needs less of the host and more of the device
-    pool = CandidatePool([ran_out, parallel, larger], EVERY_RULE, np.array([8.0, 8.0, 0.0]))
-    pool.observe(ran_out, Outcome(OutcomeKind.OOM_HOST))
-    assert left(pool) == [larger]
-    pool.observe(parallel, Outcome(OutcomeKind.OOM_DEVICE))
-    assert left(pool) == []
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.TIMEOUT, OutcomeKind.CRASH, OutcomeKind.OOM_HOST])
@@ -102,7 +93,7 @@ def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(
     def fails(one: Candidate) -> bool:
         return all(one.get(name) == value for name, value in bad.items())
 
-    pool, failed = CandidatePool(candidates, EVERY_RULE, np.zeros(len(candidates))), set()
+    pool, failed = CandidatePool(candidates, np.zeros(len(candidates))), set()
     for one in sorted(candidates, key=lambda c: not fails(c)):
         if pool.open_mask[pool.index[one]]:
             pool.observe(one, Outcome(kind if fails(one) else OutcomeKind.OK, source=Source.SIGNAL))
@@ -113,7 +104,7 @@ def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(
 
 def test_where_everything_fails_a_few_engines_show_it_and_one_shows_nothing() -> None:
     candidates = [offloading(stage, 1, where) for stage in (0, 1, 2, 3) for where in ("none", "cpu", "nvme")]
-    pool, failed = CandidatePool(candidates, EVERY_RULE), 0
+    pool, failed = CandidatePool(candidates), 0
     while there := left(pool):
         pool.observe(there[0], Outcome(OutcomeKind.TIMEOUT, source=Source.SILENCE))
         failed += 1
@@ -123,7 +114,7 @@ def test_where_everything_fails_a_few_engines_show_it_and_one_shows_nothing() ->
 
 @pytest.mark.parametrize("worked", [False, True])
 def test_candidates_that_train_otherwise_for_one_reason_are_excluded_together(worked: bool) -> None:
-    pool = CandidatePool(CANDIDATES, EVERY_RULE)
+    pool = CandidatePool(CANDIDATES)
     otherwise = make_candidate(2, 8, 1)
     if worked:  # so it was not the stage
         pool.observe(make_candidate(2, 2, 1), Outcome(OutcomeKind.OK))

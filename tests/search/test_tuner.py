@@ -91,7 +91,8 @@ def test_it_finds_the_best_soon_and_verifies_it(whole_table: ReplayTable, seed: 
         if kind is OutcomeKind.OK and replay_table.best_step_seconds / replay_table.seconds_per_sample(candidate) > 0.95
     )
     assert first < 240
-    assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials) <= 3
+    failed = sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials)
+    assert failed <= 0.2 * len(executor.log.trials), "measurements alone expect some that do not fit"
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
     assert len(searched) == len(set(searched))
     assert result.confidence.endswith(" trials)")
