@@ -32,7 +32,7 @@ from autotune.util.units import format_bytes, format_percent
 # speed that is left is low.
 
 WORTHWHILE = 0.01  # logarithm of speed; a smaller expected gain is ignored
-ALONE_SHARE = 0.3  # of a trial's value, by measurements alone; `search.py` with wrong predictors fails with less
+ALONE_SHARE = 0.4  # share of a trial's value by measurements alone; wrong predictors of `search.py` need it
 MOST_LEFT = 0.05  # share of speed by which untried candidates may be faster at the end (`Proposer.confidence`)
 FIRST_TRIAL_SECONDS = 5.0  # a shorter budget, or share of it, holds no trial of most models
 ENOUGH = 8  # failed trials after which only the least memory of each stage is tried
@@ -70,7 +70,7 @@ class Proposer:
             kept = kept - self._offloads
         # order of memory by settings, because predictions may be why nothing has fitted
         self._demand = kept * (1.0 + self._micro_batch.max(initial=0)) + self._micro_batch
-        self._least_failed = np.full(4, math.inf)  # by stage: of a candidate that offloading did not make fail
+        self._least_failed = np.full(4, math.inf)  # least demand that failed, by stage, if offloading was not the cause
         self._failed: Counter[OutcomeKind] = Counter()  # trials since the last that fitted
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended

@@ -92,7 +92,7 @@ def test_it_finds_the_best_soon_and_verifies_it(whole_table: ReplayTable, seed: 
     )
     assert first < 240
     failed = sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials)
-    assert failed <= 0.2 * len(executor.log.trials), "measurements alone expect some that do not fit"
+    assert failed <= 0.25 * len(executor.log.trials), "measurements alone expect some that do not fit"
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
     assert len(searched) == len(set(searched))
     assert result.confidence.endswith(" trials)")
