@@ -25,7 +25,7 @@ from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import argument_names, integers_in_words, own_files
 from autotune.script.argument_writer import integers_in_files, with_argument_files
-from autotune.script.carriers import OF_A_BATCH, STEP, carrier_of, own_numbers, place_in_file
+from autotune.script.carriers import OF_A_BATCH, STEP, carrier_of, own_numbers, place_in_file, with_profile
 from autotune.script.environment import READ, READ_INTEGERS, VARIABLE, own_variables
 from autotune.script.profile import (
     RAN,
@@ -298,9 +298,8 @@ def _sources(script: Script, facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _mapped(script: Script, profile: ScriptProfile) -> Script:
-    """Return the script with its profile, and with the flags that were found to carry knobs."""
-    flags = profile.found_flags | dict(script.flags)
-    return with_argument_files(replace(script, profile=profile, flags=tuple(flags.items())))
+    """Return the script with its profile, and with the flags and files that were found to carry knobs."""
+    return with_argument_files(with_profile(script, profile))
 
 
 def remember(probed: Probe, folder: Path) -> None:

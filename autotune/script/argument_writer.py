@@ -36,7 +36,7 @@ from autotune.script.argument_files import (
     own_files,
     winners_copy,
 )
-from autotune.script.carriers import changes_for
+from autotune.script.carriers import changes_for, declared_places
 from autotune.script.profile import over_present
 
 # -- argument texts ----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def with_argument_files(script: Script) -> Script:
     Raises:
         UserError: a word that can only name an argument file names one that does not parse.
     """
-    declared = [tuple(flag.split(".")) for _, flag in script.flags]
+    declared = [tuple(flag.split(".")) for flag in declared_places(script).values()]
     known, found = {file.at for file in own_files(script)}, list[ArgumentFile]()
     for index, path in _mentioned(script.argv, Path(script.cwd)):
         file = None if index in known else read_file(path, index, strict=_surely(script.argv, index, path))

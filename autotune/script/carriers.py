@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,9 +39,20 @@ class Carrier(NamedTuple):
     negated: bool = False
 
 
+def declared_places(script: Script) -> dict[str, str]:
+    """Return the places that the user declared, or that were found, by knob. `Script.flags` has none for a whole step."""
+    return {**script.profile.found_flags, **dict(script.flags)}
+
+
+def with_profile(script: Script, profile: ScriptProfile) -> Script:
+    """Return the script with findings, and with the flags that were found to carry knobs."""
+    found = {knob: place for knob, place in profile.found_flags.items() if knob != STEP}
+    return replace(script, profile=profile, flags=tuple({**found, **dict(script.flags)}.items()))
+
+
 def carrier_of(script: Script, knob: str) -> Carrier:
     """Return the place that carries a knob: declared or found, a framework's own, or Hugging Face's."""
-    declared, framework = dict(script.flags).get(knob), framework_of(script)
+    declared, framework = declared_places(script).get(knob), framework_of(script)
     if declared is not None:
         is_found = script.profile.found_flags.get(knob) == declared  # `--map` may name another
         return Carrier(declared, script.profile.flag_times.get(knob, 1) if is_found else 1)
@@ -81,7 +93,7 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
 def place_in_file(script: Script, data: dict[str, Any], knob: str) -> Place | None:
     """Return the place of a knob in a file: an existing one, or one to add to a Trainer's arguments."""
     name = carrier_of(script, knob).place
-    if knob in dict(script.flags):
+    if knob in declared_places(script):
         declared = tuple(name.split("."))
         return declared if value_at(data, declared) is not None else None
     if not name:

@@ -18,7 +18,7 @@ from autotune.problem.candidate import BATCH_KEYS, Candidate
 from autotune.problem.import_time_env import of_the_device
 from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.script.argument_files import argument_names, find_key, own_files
-from autotune.script.carriers import OF_A_BATCH
+from autotune.script.carriers import OF_A_BATCH, with_profile
 from autotune.script.environment import VARIABLE
 from autotune.script.parse_command import declared, launchers_config
 from autotune.script.script import line_of
@@ -140,8 +140,7 @@ def with_findings(study: str, known: Script, typed: Script) -> Script:
             f"study {study} changes its batch by {flags_left}, which is not on the command line, and a study supplies no flags. "
             "Add it with your own batch size."
         )
-    flags = {**profile.found_flags, **dict(typed.flags)}
-    return dataclasses.replace(typed, flags=tuple(flags.items()), profile=profile)
+    return with_profile(typed, profile)
 
 
 def _given_config(script: Script) -> bool:

@@ -27,7 +27,16 @@ from autotune.script.argument_files import (
     typed_values,
     winners_copy,
 )
-from autotune.script.carriers import KNOWN_FLAGS, STEP, can_set_knob, carried, carrier_of, own_numbers, settings
+from autotune.script.carriers import (
+    KNOWN_FLAGS,
+    STEP,
+    can_set_knob,
+    carried,
+    carrier_of,
+    declared_places,
+    own_numbers,
+    settings,
+)
 from autotune.script.command_line import (
     ACCELERATE,
     DEEPSPEED,
@@ -168,7 +177,7 @@ def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
 
 def _flags(script: Script) -> set[str]:
     """Return the flags that the script accepts: given, declared, or seen in its parser."""
-    return {*argument_names(script.argv), *dict(script.flags).values(), *script.profile.flags}
+    return {*argument_names(script.argv), *declared_places(script).values(), *script.profile.flags}
 
 
 def line_of(script: Script) -> CommandLine:

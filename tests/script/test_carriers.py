@@ -8,7 +8,7 @@ from autotune.commands.script_probe import _script_batch_sizes
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.job import Script, ScriptProfile
 from autotune.script.argument_writer import with_argument_files
-from autotune.script.carriers import STEP, Carrier, carrier_of
+from autotune.script.carriers import STEP, Carrier, carrier_of, with_profile
 
 
 def test_sizes_in_words_by_the_declared_flag() -> None:
@@ -33,6 +33,7 @@ def test_sizes_in_files_by_the_declared_name_or_by_usual_ones(tmp_path: Path) ->
 def test_findings_of_an_earlier_version_keep_the_flag_of_a_whole_step() -> None:
     stored = {"micro_batch": 4, "accumulation": 2, "found_flags": {ACCUMULATION: "--ga"}}
     profile = ScriptProfile.from_json({**stored, "product_flags": {"--global_batch_size": 32}})
-    script = Script(("train.py",), ".", tuple(profile.found_flags.items()), profile=profile)
+    script = with_profile(Script(("train.py",), "."), profile)
+    assert dict(script.flags) == {ACCUMULATION: "--ga"}, "as the earlier version stored them in its study"
     assert carrier_of(script, STEP) == Carrier("--global_batch_size", 4)
     assert carrier_of(script, ACCUMULATION) == Carrier("--ga")

@@ -15,7 +15,7 @@ from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
 from autotune.rank.patches import Call
 from autotune.script.argument_files import argument_names, with_copies
-from autotune.script.carriers import KNOWN_FLAGS, settings
+from autotune.script.carriers import KNOWN_FLAGS, declared_places, settings
 from autotune.script.profile import over_present
 from autotune.script.script import (
     FLAGS,
@@ -93,7 +93,7 @@ def merged_arguments(context: Context) -> list[str]:
     if context.candidate is None:
         return argv
     # Other known flags are set in argparse's result.
-    flags = {*argument_names(argv), *dict(script.flags).values()}
+    flags = {*argument_names(argv), *declared_places(script).values()}
     argv = with_values(script, argv, context.candidate, flags)
 
     def merged_file(path: Path, at: int) -> str:
