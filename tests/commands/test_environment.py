@@ -117,7 +117,7 @@ def test_a_path_that_is_no_python_is_one_line_and_2(
 ) -> None:
     for typed, said in (
         (str(program(tmp_path / "no", "exit 0")), "it is no Python"),
-        ("/gone", "no such file"),
+        ("/gone", "no such executable"),
         ("", "is empty"),
     ):
         words = (command[0], "--python", typed, *command[1:])
