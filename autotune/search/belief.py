@@ -219,7 +219,8 @@ def _regressed(
         known = _regressed(kernel, prior_mean, usual_amplitude, offset_sigma, scale, points, {})
         mean, sigma = known.mean, known.sigma
         bounds = [above(bound, float(mean[at]), float(sigma[at]), at) for at, bound in least.items()]
-        points = [*(one for one in bounds if one.sigma < _MOST_SIGMAS * sigma[one.place]), *points]
+        telling = [one for one in bounds if one.sigma < _MOST_SIGMAS * sigma[one.place]]
+        points = [*telling, *points][-MOST_POINTS:]
     places = [point.place for point in points]
     covariances = kernel.covariances(places)
     values = np.array([point.value for point in points])
