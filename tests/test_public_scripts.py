@@ -27,7 +27,7 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "rlhf": ("", {MICRO_BATCH: "--micro_train_batch_size", STEP: "--train_batch_size"}, "", ()),
     "tokens": ("", {MICRO_BATCH: "--max_tokens", ACCUMULATION: "--update_freq"}, "", ()),
     "scaled_by_hand": ("", {MICRO_BATCH: "--batch_size"}, "", (1, 2, 3)),
-    "muon": ("", {MICRO_BATCH: "--device_batch_size"}, "", (1, 2, 3)),
+    "muon": ("", {MICRO_BATCH: "--device_batch_size", STEP: "--batch_size"}, "", (1, 2, 3)),
     "own_generators": ("", {MICRO_BATCH: "--bs", ACCUMULATION: "--ga"}, "", ()),
 }
 STYLES: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
