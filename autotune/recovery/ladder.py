@@ -21,6 +21,7 @@ from autotune.problem.outcome import Measurement, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.script.profile import loops_by_hand
+from autotune.search.pruning import no_smaller
 from autotune.util.bounds import bounded_bytes
 from autotune.util.files import write_atomically
 
@@ -92,9 +93,10 @@ def recovery_ladder(
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
     Measured values take precedence over predicted ones, which are scaled by the ratio of measured to predicted values of
     `top`. Left out are candidates that have `failed`, that train something else than the user's config, that are predicted to
-    need no less memory than a device OOM among `failed`, or that are faster than `top`, which won. A predicted speed of
-    another micro-batch of the same engine is no reason, as that needs less memory for sure. A loop by hand may count
-    micro-batches, so its ladder keeps the micro-batch as long as it can.
+    need no less memory than a device OOM among `failed`, that are the engine of such an OOM or of a rung above with no smaller
+    micro-batch, or that are faster than `top`, which won. A predicted speed of another micro-batch of the same engine is no
+    reason, as that needs less memory for sure. A loop by hand may count micro-batches, so its ladder keeps the micro-batch
+    as long as it can.
     """
     compatible = [one for one in _compatible(top, space, job, convert) if _explicit(one) != _explicit(top)]
     below_top = {one for one in compatible if not trains_otherwise(one)}
@@ -118,11 +120,11 @@ def recovery_ladder(
     micro_batches = np.array([candidate.micro_batch for candidate in candidates])
     for i, candidate in enumerate(candidates):
         if failed.get(candidate) is OutcomeKind.OOM_DEVICE:
-            is_open &= (peaks < peaks[i]) | [rung.measured for rung in every]
+            is_open &= ((peaks < peaks[i]) | [rung.measured for rung in every]) & ~no_smaller(candidates, candidate)
         is_open[i] &= candidate not in failed
     ladder, at = [every[0]], 0
     while True:
-        is_open &= peaks <= LESS * peaks[at]
+        is_open &= (peaks <= LESS * peaks[at]) & ~no_smaller(candidates, candidates[at])
         below = np.flatnonzero(is_open)
         if not len(below):
             return ladder

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,6 @@ class CandidatePool:
         self.skipped: Counter[str] = Counter()
         self._host = host
         self._stage = np.array([candidate.stage for candidate in candidates])
-        self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
         self._accumulation = np.array([candidate.accumulation for candidate in candidates])
         self.family = numbered(candidate.family for candidate in candidates)
         self._failed: dict[str, list[Candidate]] = {}  # by kind and text of the failure
@@ -117,8 +116,7 @@ class CandidatePool:
         Fewer and larger micro-batches may take less time, as each one gathers, or reads from the host, all weights. They may
         also need less memory, as accumulation may have its own gradient buffer.
         """
-        larger = self.same_engine(candidate) & (self._micro_batch >= candidate.micro_batch)
-        larger &= self._accumulation >= candidate.accumulation
+        larger = no_smaller(self.candidates, candidate) & (self._accumulation >= candidate.accumulation)
         self.exclude(larger, f"same engine and no smaller batch than {candidate}, which {end}")
 
     def note_fixable(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -184,6 +182,11 @@ class CandidatePool:
         least = 1 if is_told else 1 + len(differing)
         if len(engines) > least and not any(shared <= _settings(one) for one in self._worked):
             self.exclude(np.array([shared <= _settings(other) for other in self.candidates]), reason)
+
+
+def no_smaller(candidates: Sequence[Candidate], one: Candidate) -> Flags:
+    """Return whether each candidate is the same engine with no smaller micro-batch, (n,)."""
+    return np.array([other.family == one.family and other.micro_batch >= one.micro_batch for other in candidates])
 
 
 def _settings(candidate: Candidate) -> frozenset[tuple[str, Value]]:

@@ -95,6 +95,18 @@ def test_a_config_faster_than_the_measured_winner_is_no_rung() -> None:
     assert max(rung.samples_per_second for rung in ladder) == won.samples_per_second
 
 
+def test_no_rung_is_the_engine_of_one_above_with_a_larger_micro_batch() -> None:
+    """The figures say otherwise: the larger micro-batch was measured with a third of the memory."""
+    winner = make()[0]
+    won = Measurement(1.0, 0.01, 9, winner.samples_per_second, 1.0, int(winner.peak_bytes))
+    larger = TOP.but(train_micro_batch_size_per_gpu=16, gradient_accumulation_steps=1)
+    less = replace(won, samples_per_second=0.99 * won.samples_per_second, peak_bytes=won.peak_bytes // 3)
+    ladder = [rung.candidate for rung in make({TOP: won, larger: less})]
+    assert len(ladder) > 3
+    for above, below in itertools.combinations(ladder, 2):
+        assert above.family != below.family or below.micro_batch < above.micro_batch
+
+
 def test_no_rung_needs_at_least_as_much_as_an_oom_of_the_study() -> None:
     first = make()[1].candidate
     smaller = first.but(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=16)
