@@ -112,6 +112,12 @@ class RandomState:
         def seed_default(call: Call) -> None:
             seeded(call, lambda: self._number() % 2**32)
 
+        def seed_numpy(call: Call) -> Any:
+            seed = [*call.args, call.kwargs.get("seed")][0]  # numpy 1 gives the function no signature
+            repeated = self._number() % 2**32 if seed is None else self._repeated(seed)
+            call.args, call.kwargs = (repeated,), {}
+            return call()
+
         def seed_all(call: Call) -> Any:
             call.change(seed=self._repeated(call.given["seed"]))
             theirs = self._is_scripts
@@ -143,7 +149,7 @@ class RandomState:
                     seeds(owner, name, seed_all)
         patches.replace(torch, "Generator", self._generator_class())
         if (numpy := sys.modules.get("numpy")) is not None:
-            seeds(numpy.random, "seed", seed_default)
+            seeds(numpy.random, "seed", seed_numpy)
             seeds(numpy.random, "default_rng", lambda call: self._note(seeded(call, lambda: None)))
 
     def _bytes(self, count: int) -> bytes:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autotune.errors import ExitCode, MachineError, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, op_name
@@ -29,6 +31,7 @@ from autotune.rank.ds_config import all_ops, needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import length_lines, rows_factor, structure_differs
+from autotune.search.pruning import no_smaller
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.linux import NOTICES, handled_signals
@@ -148,6 +151,7 @@ class Supervisor:
             hardware.device, self.threads, training=True, cwd=job.script.cwd, interpreter=job.interpreter
         )
         self._least_host_bytes = math.inf  # of rungs that ran out of host memory
+        self._too_large = np.zeros(len(ladder), dtype=bool)  # rungs with no smaller batch than one that failed
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
@@ -224,11 +228,13 @@ class Supervisor:
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _rung_below(self, at: int, kind: OutcomeKind) -> int | None:
-        """Return the next rung that needs less of the memory that ran out; None if none is left. Peaks decrease anyway."""
+        """Return the next rung that needs less of the memory that ran out; None if none is left."""
         if kind is OutcomeKind.OOM_HOST and self.hardware.device == "cuda":
             self._least_host_bytes = min(self._least_host_bytes, self.ladder[at].host_bytes or math.inf)
-        below = range(at + 1, len(self.ladder))
-        return next((one for one in below if self.ladder[one].host_bytes < self._least_host_bytes), None)
+        candidates, host_bytes = zip(*((rung.candidate, rung.host_bytes) for rung in self.ladder), strict=True)
+        self._too_large |= no_smaller(candidates, candidates[at])
+        left = np.flatnonzero(~self._too_large & (np.array(host_bytes) < self._least_host_bytes))
+        return next(iter(left[left > at].tolist()), None)
 
     def _sets_aside(self, end: AttemptEnd, *, first: bool) -> bool:
         """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one.
