@@ -81,7 +81,8 @@ KILLED = FailureEvidence("cpu", statuses={0: -9, 1: -9})
 
 def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> None:
     assert failed(KILLED).kind is OutcomeKind.CRASH
-    gone = failed(KILLED, greeted=True, server_lives=False)
+    assert failed(KILLED, greeted=False).reason.startswith("the ranks did not come up: ")
+    gone = failed(KILLED, server_lives=False)
     assert (gone.kind, gone.reason) == (
         OutcomeKind.INFRASTRUCTURE,
         "the fork server was killed from outside, and its ranks with it",
@@ -93,9 +94,7 @@ def test_what_ran_out_says_how_much_there_was() -> None:
     found = failed(FailureEvidence("cuda", [error], capacity_bytes=12 * GIB))
     assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_DEVICE, 12 * GIB)
     assert Outcome.from_json(found.to_json()) == found
-    unknown = failed(FailureEvidence("cuda", [error]))
-    assert unknown.capacity_bytes is None
-    assert "capacity_bytes" not in unknown.to_json()
+    assert "capacity_bytes" not in failed(FailureEvidence("cuda", [error])).to_json()
     assert failed(dataclasses.replace(KILLED, capacity_bytes=9)).capacity_bytes is None
     without = FailureEvidence(
         "cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1), capacity_bytes=9, host_total_bytes=24 * GIB
@@ -135,7 +134,5 @@ def test_a_rank_knows_what_nobody_saw_of_a_short_trial(
 
 
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
-    found = failed_outcome(
-        FailureEvidence("cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1)), greeted=True, server_lives=False
-    )
-    assert found.kind is OutcomeKind.OOM_HOST
+    evidence = FailureEvidence("cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1))
+    assert failed(evidence, server_lives=False).kind is OutcomeKind.OOM_HOST
