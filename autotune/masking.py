@@ -143,7 +143,7 @@ def _is_long_number(value: Any) -> bool:
 _VALUE = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\<>])+"""  # a word of a shell
 _FLAG = re.compile(rf"(?<![\w-])(--?[A-Za-z][\w.-]*)(=|[ \t]+)(?!\*\*\*|--?[A-Za-z])({_VALUE})")
 _ASSIGNED = re.compile(rf"(?<![\w-])(\+{{0,2}}[A-Za-z_][\w.-]*)(=)(?!\*\*\*)({_VALUE})")
-_QUOTED = re.compile(r"""((\\?["'])([\w .-]{1,80})\2\s*:\s*)((\\?["'])(?!\*\*\*)(.*?)(?<!\\)\5|\d{6,})""")
+_QUOTED = re.compile(r"""((\\?["'])([\w .-]{1,80})\2\s*:\s*)((\\?["'])(?!\*\*\*).*?(?<!\\)\5|\d{6,})""")
 _LINE = re.compile(
     r"""(?m)^(\s*(?:- )?([\w.-]+):[ \t]+)(?!\*\*\*|[|>&*!][-+\w]*$)('[^'\n]*'|"(?:\\.|[^"\\\n])*"|[^\s#]+)"""
 )
@@ -206,7 +206,7 @@ def _named(found: re.Match[str]) -> str:
 
 
 def _quoted(found: re.Match[str]) -> str:
-    if not _is_secret(found[3], found[6] or found[4]):
+    if not _is_secret(found[3], found[4].strip("\\\"'")):
         return found[0]
     mark = found[5] or '"'
     return f"{found[1]}{mark}{MASK}{mark}"

@@ -115,7 +115,7 @@ NO_TOKENS = (
         ("--token abc --max_tokens 5", "--token *** --max_tokens 5"),
         ("WANDB_KEY='a b' python t.py", "WANDB_KEY=*** python t.py"),
         ("https://u:pw@h/x", "https://u:***@h/x"),
-        ('{"api_key": "a\\"b", "n": 1}', '{"api_key": "***", "n": 1}'),
+        ('{"api_key": "a\\"b", "password": ""}', '{"api_key": "***", "password": ""}'),
         ("a: 1\n  hub_token: abc", 'a: 1\n  hub_token: "***"'),
         ("error: argument --token: expected one", "error: argument --token: expected one"),
         ("+trainer.wandb.api_key=xyz", "+trainer.wandb.api_key=***"),
