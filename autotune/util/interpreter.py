@@ -201,9 +201,9 @@ def _executable(typed: str, label: str) -> str:
     Raises:
         UserError: there is nothing that can be run.
     """
-    path = Path(typed).expanduser()
-    if path.is_dir():
-        path = path / "bin" / "python"
+    path = os.path.expanduser(typed)
+    if os.path.isdir(path):
+        path = f"{path}/bin/python"
     found = shutil.which(path)
     if found is None:
         raise UserError(

@@ -216,7 +216,7 @@ def refusal(typed: object) -> str:
 def test_what_is_no_python(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("print(1)")
     (tmp_path / "empty").mkdir()
-    assert "no such executable" in refusal(tmp_path / "nothing")
+    assert "no such executable" in refusal("./ls"), "the one in PATH is another"
     assert "no such executable" in refusal("no-python-of-that-name")
     assert "no such executable" in refusal(tmp_path / "empty")
     assert "no such executable" in refusal(tmp_path / "text")
