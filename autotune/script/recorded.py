@@ -17,7 +17,8 @@ from autotune.errors import UserError
 from autotune.problem.candidate import BATCH_KEYS, Candidate
 from autotune.problem.import_time_env import of_the_device
 from autotune.problem.job import Job, Script, ScriptProfile
-from autotune.script.argument_files import argument_names, find_key, own_files
+from autotune.script.argument_files import argument_names
+from autotune.script.argument_writer import integers_in_files
 from autotune.script.carriers import OF_A_BATCH, with_profile
 from autotune.script.environment import VARIABLE
 from autotune.script.parse_command import declared, launchers_config
@@ -26,6 +27,7 @@ from autotune.util.bounds import leaves
 
 _PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash is a kernel from the Hub
 _PATH = re.compile(r"[/\\~]")
+_FLAG = re.compile(r"-[\w.-]+")  # without a value, which could be a path
 
 
 class RecordedJob(Job):
@@ -156,12 +158,12 @@ def data_of(profile: ScriptProfile, typed: Script) -> ScriptProfile:
     unless this process has it.
     """
     variables_here = [f"{VARIABLE}{name}" for name in {**os.environ, **dict(typed.environment), **profile.environment}]
-    names = {*argument_names(typed.argv), *variables_here}
-    files = own_files(typed)
+    names = {*argument_names(typed.argv), *integers_in_files(typed), *variables_here}
 
     def is_typed(flag: object) -> bool:
-        named = flag in names or (str(flag).startswith("-") and OF_A_BATCH.search(str(flag)) is not None)
-        return named or any(find_key(file.data, (str(flag).rpartition(".")[2],)) for file in files)
+        text = str(flag)
+        telling = _FLAG.fullmatch(text) and OF_A_BATCH.search(text)
+        return text in names or telling is not None
 
     def is_plain(name: str, value: str) -> bool:
         return os.environ.get(name) == value or (bool(of_the_device([name])) and not _PATH.search(value))

@@ -13,13 +13,13 @@ import pytest
 from autotune.commands.script_probe import ShortRuns, _mapped, _profile, carriers_found, of_loop
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
-from autotune.problem.ds_config import value_at
 from autotune.problem.faults import accumulation_facts, job_facts
 from autotune.problem.job import Job, Script, ScriptProfile
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.script.argument_writer import parsed, winners_files
+from autotune.script.argument_writer import winners_files
 from autotune.script.carriers import STEP, can_set_knob, settings
 from autotune.script.profile import batch_seen
+from autotune.script.recorded import is_data
 from autotune.script.script import carries_knob, command, typed_words, variables_for
 from tests.conftest import make_candidate, make_job
 
@@ -215,11 +215,9 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
     assert can_set_knob(known, MICRO_BATCH)
     config = tmp_path / "best.json"
     ((path, text),) = winners_files(known, make_candidate(1, 8, 1), config).items()
-    assert text.startswith("# mine")
     assert command(known, make_candidate(1, 8, 1), str(config)) == ["train.py", "--config", str(path)]
-    data = parsed(text, "x.yaml")
-    assert [value_at(data, ("train", name)) for name in ("batch", "accumulate")] == [8, 1]
-    assert data["model"] == {"layers": 4}
+    assert text == "# mine\nmodel: {layers: 4}\ntrain: {batch: 8, accumulate: 1, deep: [4]}\nseed: 2\n"
+    assert is_data(known.profile, script), "the next call uses what was found"
 
 
 def test_a_batch_of_all_ranks_in_a_file_and_a_short_flag_are_found(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_findings_of_a_probe_run_are_data() -> None:
     "planted",
     [
         {"found_flags": {"activation_checkpointing": "--trust_remote_code"}},
-        {"found_flags": {BATCH: "--output_dir"}},
+        {"found_flags": {BATCH: "--output_dir=/tmp/batch"}},
         {"found_flags": {"train_batch_size": "--model"}},
         {"spellings": {"--ckpt": [None, "--trust_remote_code"]}},
         {"spellings": {"--ckpt": [None, "--ckpt=/tmp/x"]}},
