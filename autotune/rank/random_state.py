@@ -99,24 +99,18 @@ class RandomState:
         def urandom(call: Call) -> bytes:
             return self._bytes(call.args[0])
 
-        def seeded(call: Call, default: Callable[[], Any]) -> Any:
-            name, seed = next(one for one in call.given.items() if one[0] in ("a", "seed"))
-            call.change(**{name: default() if seed is None else self._repeated(seed)})
-            return call()
-
         def seed_python(call: Call) -> None:
-            caller = sys._getframe(3).f_globals  # globals of the caller of `Random.__init__`, which calls `wrap`
-            is_naming = caller.get("__name__") in _NAMING
-            seeded(call, lambda: kernel(16) if is_naming else self._number())
-
-        def seed_default(call: Call) -> None:
-            seeded(call, lambda: self._number() % 2**32)
+            seed = self._repeated(call.given["a"])
+            if seed is None:
+                caller = sys._getframe(3).f_globals  # globals of the caller of `Random.__init__`, which calls `wrap`
+                is_naming = caller.get("__name__") in _NAMING
+                seed = kernel(16) if is_naming else self._number()
+            call.change(a=seed)
+            call()
 
         def seed_numpy(call: Call) -> Any:
-            seed = [*call.args, call.kwargs.get("seed")][0]  # numpy 1 gives the function no signature
-            repeated = self._number() % 2**32 if seed is None else self._repeated(seed)
-            call.args, call.kwargs = (repeated,), {}
-            return call()
+            seed = [*call.args, call.kwargs.get("seed")][0]  # numpy 1 gives its functions no signature
+            return call.original(self._repeated(seed))
 
         def seed_all(call: Call) -> Any:
             call.change(seed=self._repeated(call.given["seed"]))
@@ -140,7 +134,7 @@ class RandomState:
             secrets, "choice", lambda call: call.args[0][int.from_bytes(kernel(8), "big") % max(1, len(call.args[0]))]
         )
         seeds(random.Random, "seed", seed_python)
-        seeds(random, "seed", seed_default)
+        seeds(random, "seed", seed_python)
         for owner in (torch, torch.random):
             seeds(owner, "seed", seed_torch)
         for owner in seeding_modules():
@@ -150,7 +144,7 @@ class RandomState:
         patches.replace(torch, "Generator", self._generator_class())
         if (numpy := sys.modules.get("numpy")) is not None:
             seeds(numpy.random, "seed", seed_numpy)
-            seeds(numpy.random, "default_rng", lambda call: self._note(seeded(call, lambda: None)))
+            seeds(numpy.random, "default_rng", lambda call: self._note(seed_numpy(call)))
 
     def _bytes(self, count: int) -> bytes:
         """Return bytes in place of the kernel's. Each worker of a data loader draws its own, as torch seeds it."""
