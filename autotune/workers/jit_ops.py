@@ -98,9 +98,9 @@ def _load(name: str, builder: Any, folder: Path, report: ProgressCallback, *, bu
     def waiting(seconds: float) -> None:
         report(op=name, state="waiting", seconds=seconds)
 
-    with hold_build_lock(folder, waiting, build=build) as going_on:
+    with hold_build_lock(folder, waiting, build=build):
         state = "loading" if library.exists() else "building"
-        report(op=name, state=state, going_on=going_on)
+        report(op=name, state=state)
         builder.load(verbose=False)
         with suppress(OSError):  # a full disk: the next training asks again
             (folder / f"{name}.op").write_text(builder.name, encoding="utf-8")
@@ -133,22 +133,19 @@ _held = threading.local()  # `folders`: those that this thread holds, since an o
 @contextmanager
 def hold_build_lock(
     folder: Path, waiting: Callable[[float], None] = lambda seconds: None, *, build: bool = True
-) -> Iterator[bool]:
+) -> Iterator[None]:
     """Hold the folder of ops against other autotune processes on this machine, without stale locks of torch.
 
     Args:
         waiting: called every ten seconds of a wait for another process, with the seconds so far.
         build: if False, an unfinished build is an error, and its locks stay.
 
-    Yields:
-        True if a build was killed here.
-
     Raises:
         UserError: another process holds a lock and builds nothing, or a build is unfinished and not `build`.
     """
     held: set[Path] = vars(_held).setdefault("folders", set())
     if folder in held:
-        yield False
+        yield
         return
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +168,7 @@ def hold_build_lock(
         with suppress(OSError):
             building.write_text(boot_id(), encoding="utf-8")
         link_without_space(folder)
-        yield killed
+        yield
     finally:
         held.discard(folder)
         with suppress(OSError):
