@@ -97,7 +97,7 @@ def with_floor(reference: TrainingTrace, other: TrainingTrace) -> TrainingTrace:
     for name, found in Runs(reference, other).differences.items():
         floor[name] = max(floor.get(name, 0.0), _root_mean_square(found))
     pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
-    known = tuple(with_floor(one, again) for one, again in pairs)
+    known = tuple(itertools.starmap(with_floor, pairs))
     return dataclasses.replace(reference, floor=floor, auxiliary=(*known, *reference.auxiliary[len(known) :]))
 
 
@@ -354,7 +354,8 @@ class Pair(Runs):
         elif not self.has_same_rows:
             values = [abs(value) for step in reference.counted if (value := getattr(step, _FIELDS[name]))]
             logs = [math.log(value) for value in values if value > _TINY]
-            floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
+            variation = _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST
+            floor = max(floor, variation)
         return max(_least(name, *self.traces), min(floor, _MOST))
 
     @property

@@ -135,8 +135,9 @@ def install(context: Context) -> None:
         for flag, value in wanted.items():
             action = actions.get(flag)
             if action is not None and hasattr(found, action.dest):
-                if isinstance(value, bool) and (pair := _pair(parser, action, found)):
-                    value = _taken(parser, action, pair[value])
+                if isinstance(value, bool):
+                    pair = _pair(parser, action, found)
+                    value = _taken(parser, action, pair[value]) if pair else value
                 setattr(found, action.dest, value)
         for flag in LOCAL_RANK_FLAGS:
             action = actions.get(flag)

@@ -567,9 +567,8 @@ def install_zero_init(context: Context) -> None:
         context.zero_init |= not _transformers_own(config)
         stage = context.knobs.get("zero_stage")
         if stage is not None and stage != 3:
-            return call.original(
-                call.owner, enabled=False
-            )  # other arguments would be checked although they have no effect
+            # other arguments would be checked although they have no effect
+            return call.original(call.owner, enabled=False)
         if stage == 3 and name is not None and not _transformers_own(config):
             call.change(**{name: _merged(context, config)})
         return call()

@@ -46,8 +46,8 @@ def install_relaunch(context: Context) -> None:
         call()
 
     def replace(call: Call) -> Any:
-        file, words, *env = call.args
-        taken.over([os.fsdecode(file), *list(words)[1:]], env[0] if env else None)
+        file, words, env = [*call.args, None][:3]
+        taken.over([os.fsdecode(file), *list(words)[1:]], env)
         return call()
 
     def system(call: Call) -> Any:

@@ -147,9 +147,8 @@ def install_silence(context: Context) -> None:
 
     def tagged(call: Call) -> str:
         tag = call.given["tag"]
-        return os.path.join(
-            call.given["save_dir"], f"global_step{call.owner.global_steps}" if tag is None else str(tag)
-        )
+        name = f"global_step{call.owner.global_steps}" if tag is None else str(tag)
+        return os.path.join(call.given["save_dir"], name)
 
     context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
     _leave_out(context, DeepSpeedEngine, "save_checkpoint", tagged)
