@@ -461,7 +461,8 @@ class _Parser:
             raw = [raw]
         if isinstance(raw, list):
             raw = {"values": raw}
-        form = self._read(_Values if "values" in raw else _Range, path, raw)
+        kind = _Values if "values" in raw else _Range
+        form = self._read(kind, path, raw)
         if not form.values:
             raise self.fail(path, "has no values")
         checked = tuple(self._check(path, name, value) for value in form.values)
@@ -472,7 +473,7 @@ class _Parser:
                 path, f"{why}, so that losses may differ: write `lossy: true` at the top of the space, or leave it out"
             )
         conditions = tuple(self._condition((*path, "when", str(one)), value) for one, value in form.when.items())
-        domains[name] = Domain(checked, conditions, isinstance(form, _Range), fixed)
+        domains[name] = Domain(checked, conditions, kind is _Range, fixed)
 
     def _check_key(self, path: tuple[str, ...], name: str) -> None:
         """Raise UserError if a space may not set this dotted key."""
