@@ -188,12 +188,9 @@ def fsdp_notes(candidate: Candidate, job: Job) -> list[str]:
     optimizer = job.own_optimizer.get("type", job.optimizer)
     lines = [
         "it was measured under DeepSpeed: expect another speed and peak, and compare losses",
-        "accelerate 1.6 or newer reads it; an older one ignores fsdp_version and trains with FSDP1",
         f"micro-batch {candidate.micro_batch}, accumulation {candidate.accumulation}, clipping, the optimizer ({optimizer}) and "
         "its schedule are your training's to set",
     ]
-    if candidate.stage in (1, 2):
-        lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
     if job.plain:
         lines.append(
             f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters"
@@ -202,11 +199,16 @@ def fsdp_notes(candidate: Candidate, job: Job) -> list[str]:
         lines.append(
             f"train fp32 weights under torch.autocast (FSDP2 casts them itself); DeepSpeed has {job.precision} throughout"
         )
-    if candidate.checkpointing and candidate.stage:
+    if not candidate.stage:
+        if candidate.checkpointing:
+            lines.append(f"activation checkpointing: {_MEASURED_WITH}")
+        return lines
+    lines.append("accelerate 1.6 or newer reads it; an older one ignores fsdp_version and trains with FSDP1")
+    if candidate.stage < 3:
+        lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
+    if candidate.checkpointing:
         lines.append("remove gradient_checkpointing from Trainer's arguments, which refuses both")
-    elif candidate.checkpointing:
-        lines.append(f"activation checkpointing: {_MEASURED_WITH}")
-    if candidate.stage and job.ranks > 1 and may_skip_parameters(job):
+    if job.ranks > 1 and may_skip_parameters(job):
         call = "model.set_reduce_scatter_unused_params(True) after accelerate's prepare"
         lines.append(
             f"ranks that use different parameters, like experts in modules of their own, hang FSDP2 without {call}"
@@ -216,7 +218,9 @@ def fsdp_notes(candidate: Candidate, job: Job) -> list[str]:
         for name, value in candidate.knobs
         if name not in _FSDP_HAS and not is_off(name, value, job.precision)
     }
-    return [*lines, *([f"without a counterpart: {describe(left)}"] if left and candidate.stage else [])]
+    if left:
+        lines.append(f"without a counterpart: {describe(left)}")
+    return lines
 
 
 # -- needs -------------------------------------------------------------------------------------------------------------
