@@ -662,17 +662,19 @@ def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int
     further = [f"with transformers' Trainer: deepspeed{script} --deepspeed {file} {flags}"]
     if own is not None:
         how = how_to_train(store, candidate, files[0])
+        below = _below_accelerate(own, candidate, style, files) or script
         script, further = "", [*how.hints]
-        below = _below_accelerate(own, candidate, style, files) or " YOUR_SCRIPT.py ITS_ARGUMENTS"
-        training = ": ".join(how.commands[-1]).removeprefix("or ").removeprefix("without autotune: ")
+        training = how.commands[-1][1]
         if variables := variables_for(own, candidate, job.ranks // store.hardware.nodes):
             front = f"{assignments(masked_data(variables))} "
-        if style == "sbatch" and not command_names_config(own):
-            further.insert(0, f"put {files[1]} where the script has its own config")
+        configs = {"deepspeed": files[0], "sbatch": files[1]}
+        if style in configs and not command_names_config(own):
+            further.insert(0, f"put {configs[style]} where the script has its own config")
+    started = f"{front}accelerate launch --config_file {file}{below}"
     uses = {
         "deepspeed": training,
-        "accelerate": f"{front}accelerate launch --config_file {file}{below}",
-        "fsdp": f"{front}accelerate launch --config_file {file}{below}",
+        "accelerate": started,
+        "fsdp": started,
         "hf": f"TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script",
         "sbatch": f"sbatch {file}{script}",
     }
