@@ -54,7 +54,7 @@ def with_argument_files(script: Script) -> Script:
     """
     declared = [tuple(flag.split(".")) for flag in declared_places(script).values()]
     known, found = {file.at for file in own_files(script)}, list[ArgumentFile]()
-    for index, path in _mentioned(script.argv, Path(script.cwd)):
+    for index, path in _mentioned(script):
         file = None if index in known else read_file(path, index, strict=_surely(script.argv, index, path))
         if file is None:
             continue
@@ -66,7 +66,7 @@ def with_argument_files(script: Script) -> Script:
 def integers_in_files(script: Script) -> dict[str, int]:
     """Return the positive integers in the files that the command names, by dotted name. DeepSpeed configs are left out."""
     found: dict[str, int] = {}
-    for index, path in _mentioned(script.argv, Path(script.cwd)):
+    for index, path in _mentioned(script):
         file = read_file(path, index, strict=False)
         for place, value in entries(file.data) if file else ():
             if type(value) is int and value > 0 and not any("." in key for key in place):
@@ -164,9 +164,10 @@ def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Pa
 # -- on the command line -------------------------------------------------------------------------------------------------
 
 
-def _mentioned(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, Path]]:
-    for index, word in enumerate(argv):
-        path = cwd / (word.partition("=")[2] or word)
+def _mentioned(script: Script) -> Iterator[tuple[int, Path]]:
+    """Yield (index, path) of the words of the command that name a YAML or JSON file, except DeepSpeed configs."""
+    for index, word in enumerate(script.argv):
+        path = Path(script.cwd) / (word.partition("=")[2] or word)
         # `os.path.isfile` accepts a text of any length; Path refuses a long one
         if path.suffix not in SUFFIXES or not os.path.isfile(path):
             continue
