@@ -378,19 +378,21 @@ def with_flag(argv: Sequence[str], flag: str, value: Value, spelt: Sequence[str 
             out. A value is given once by these.
     """
     dashed, given, found, rest = flag.startswith("-"), False, list[str](), list(argv)
-    said = [spelt[value]] if spelt and isinstance(value, bool) else None
+    accepted, said = list[str | None](), list[str]()
+    if spelt and isinstance(value, bool):
+        accepted, said = [*spelt], [*filter(None, [spelt[value]])]
     while rest:
         word = rest.pop(0)
         name, equals, typed = word.partition("=")
         is_name = name == flag if dashed else equals and name.lstrip("+") == flag
-        if not is_name and not (said and spelt and word in spelt):
+        if not is_name and word not in accepted:
             found.append(word)
             continue
         follows = rest[0] if rest else "--"
-        if said and spelt:
-            if word == flag and f"{flag}=" in str(spelt[True]) and not follows.startswith("-"):
+        if accepted:
+            if word == flag and f"{flag}=" in str(accepted[True]) and not follows.startswith("-"):
                 rest.pop(0)
-            found += [] if given else filter(None, said)
+            found += [] if given else said
         elif equals:
             found.append(f"{name}={_in_kind(value, typed)}")
         elif isinstance(value, bool) and no_and_yes(follows) is None:  # a switch, which takes no value
@@ -402,8 +404,8 @@ def with_flag(argv: Sequence[str], flag: str, value: Value, spelt: Sequence[str 
         given = True
     if given:
         return found
-    if said:
-        return [*found, *filter(None, said)]
+    if accepted:
+        return [*found, *said]
     return [*found, flag, str(value)] if dashed else [*found, f"{flag}={value}"]
 
 
