@@ -297,10 +297,10 @@ def launched_peers(environment: MutableMapping[str, str]) -> Peers | None:
         return None
     (rank, size), (port, address) = known[0][0], known[1][0]
     number, count, at = (whole_number(environment[name], name) for name in (rank, size, port))
-    if count < 2:
-        return None
     if environment.pop("TORCHELASTIC_USE_AGENT_STORE", "") == "True":
         at += 1
+    if count < 2:
+        return None
     return Peers(number, count, (environment[address], at))
 
 

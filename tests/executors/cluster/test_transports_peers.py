@@ -36,7 +36,9 @@ def test_ranks_of_launchers(variables: str, rank: int, port: int) -> None:
     found = launched_peers(MASTER | known)
     assert (found.rank, found.size, found.address) == (rank, 3, ("127.0.0.1", port))
     assert launched_peers(known) is None, "no address"
-    assert launched_peers(MASTER | {"RANK": "0", "WORLD_SIZE": "1"}) is None, "alone"
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", **MASTER}
+    assert launched_peers(alone) is None
+    assert len(alone) == 4, "trials of one process are no ranks of torchrun either"
 
 
 class Launcher(ExitStack):
