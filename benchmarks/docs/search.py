@@ -46,21 +46,20 @@ def bounds(strategy: str = "autotune") -> str:
     rows = [row for name in ("search-own", "search-real") for row in result(name)]
     held = bound_rows([row for row in rows if row["strategy"] == strategy])
     said = [
-        f"{percent(row['it holds'])} {'at the end' if row['trials'] == END else 'after ' + row['trials'] + ' trials'} "
-        f"({row['with a bound']} of {row['searches']} searches give one)"
+        f"{'At the end' if row['trials'] == END else 'After ' + row['trials'] + ' trials'} {percent(row['it holds'])} "
+        f"of the bounds hold ({row['with a bound']} of {row['searches']} searches give one)"
         for row in held
     ]
-    return f"The bound holds in {listed(said)}"
+    return ". ".join(said)
 
 
 def search_own() -> str:
     rows = {row["strategy"]: row for row in result("search-own")}
-    said = [
-        f"{name} after {rows[of]['trials95']} rungs and {rows[of]['minutes95']:.2f}"
-        for of, name in (("autotune", "`autotune` reaches 95 %"), ("tpe", "TPE"), ("random", "random"))
-    ]
-    first, *others = said
-    return f"{first} simulated minutes, {', '.join(others)} ({rows['autotune']['seeds']} seeds)"
+    ours, tpe, random = (
+        f"{rows[name]['trials95']} rungs and {rows[name]['minutes95']:.2f}" for name in ("autotune", "tpe", "random")
+    )
+    seeds = rows["autotune"]["seeds"]
+    return f"`autotune` reaches 95 % after {ours} simulated minutes. TPE needs {tpe}, random {random} ({seeds} seeds)"
 
 
 def by_landscape(name: str) -> dict[str, dict[str, dict[str, Any]]]:
@@ -159,9 +158,9 @@ def real_summary() -> str:
     told = sum(3 * rows["autotune"]["least_minutes"] <= best_other(rows)[0] for rows in tables.values())
     fewer = times_fewer(result("search-real")) or 0
     return (
-        f"all {seeds} seeds reach 95 % on {sure} of {len(tables)} tables; a third of the best other strategy's minutes or less "
-        f"on {third}, where a search that is told the answer needs no more than a third on {told}; in the geometric mean "
-        f"{fewer:.1f} times fewer"
+        f"all {seeds} seeds reach 95 % on {sure} of {len(tables)} tables. They need at most a third of the best other "
+        f"strategy's minutes on {third}, and a search that is told the answer on {told}. In the geometric mean they need "
+        f"{fewer:.1f} times fewer minutes"
     )
 
 
@@ -175,9 +174,9 @@ def cpu_ranks() -> str:
         longer = [row["longer"] for row in rows if row["stage"] == stage]
         means.append(f"{statistics.fmean(longer):.2f} ± {statistics.stdev(longer):.2f} ({len(longer)} tables)")
     return (
-        f"Their steps are longer than predicted by {listed(means)} at stages 1, 2 and 3, as logarithms; with the mean "
-        f"of the other models' tables {percent(inside)} of all rows are inside 95 % intervals, "
-        f"but of {least['table']} {percent(least['inside'])} at stage {least['stage']}"
+        f"Steps at stages 1, 2 and 3 are longer than predicted by {listed(means)}, as logarithms. With the mean of the "
+        f"other models' tables, 95 % intervals hold {percent(inside)} of all rows, but {percent(least['inside'])} of "
+        f"{least['table']} at stage {least['stage']}"
     )
 
 
