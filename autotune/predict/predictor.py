@@ -52,9 +52,9 @@ from autotune.predict.step_time import (
     dense_shape,
     fsdp_settings,
     host_limit_bytes,
-    seconds,
+    seconds_by_part,
+    step_seconds,
     step_work,
-    whole,
 )
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
@@ -384,11 +384,11 @@ class Predictor:
         ]
 
     def _seconds(self, p: Prepared, constants: Floats) -> dict[str, Floats]:
-        return seconds(p.work, p.columns, self._rates, rate_factors(constants))
+        return seconds_by_part(p.work, p.columns, self._rates, rate_factors(constants))
 
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
-        step = whole(self._seconds(p, constants))
+        step = step_seconds(self._seconds(p, constants))
         return np.asarray(np.log(step) + constants[..., len(TIME) :] @ p.quirks)
 
 
@@ -472,7 +472,7 @@ class _Breakdowns:
 
     def __post_init__(self) -> None:
         self._moments = moments(self.prepared, self.hardware, self.constants)
-        self._slower = self.table.step / whole(self.seconds)
+        self._slower = self.table.step / step_seconds(self.seconds)
 
     def of(self, candidate: Candidate, i: int, exact: bool) -> Prediction:
         """Return the prediction of the candidate at index `i`; `exact`: its model was traced."""

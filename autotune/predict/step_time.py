@@ -251,7 +251,7 @@ def _hooks(trace: Trace, c: Columns, device: str) -> Floats:
     return np.select([c.stage == 3, c.stage > 0], [modules * c.passes * seconds, tensors * REDUCED_SECONDS], 0.0)
 
 
-def seconds(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]) -> dict[str, Floats]:
+def seconds_by_part(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]) -> dict[str, Floats]:
     """Return the seconds of a step by part, which add up to the step.
 
     Args:
@@ -292,7 +292,7 @@ def seconds(w: StepWork, c: Columns, rates: DeviceRates, k: Mapping[str, Floats]
     }
 
 
-def whole(parts: Mapping[str, Floats]) -> Floats:
+def step_seconds(parts: Mapping[str, Floats]) -> Floats:
     """Return the seconds of a step from those of its parts."""
     return np.asarray(sum(parts.values()))
 

@@ -32,7 +32,7 @@ import numpy as np
 from autotune.predict.calibration import TIME, TIME_NOISE, fit, time_priors
 from autotune.predict.features import Floats
 from autotune.predict.predictor import Prediction, Predictor
-from autotune.predict.step_time import whole
+from autotune.predict.step_time import step_seconds
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate, job_with_candidate
@@ -575,7 +575,9 @@ def _residuals(cases: Sequence[Case]) -> Callable[[Floats], Floats]:
     measured = np.log([case.value for case in cases])
 
     def off(constants: Floats) -> Floats:
-        steps = [whole(one._seconds(of, constants))[..., 0] for one, of in zip(predictors, prepared, strict=True)]
+        steps = [
+            step_seconds(one._seconds(of, constants))[..., 0] for one, of in zip(predictors, prepared, strict=True)
+        ]
         return np.asarray(np.log(np.stack(steps, axis=-1)) - measured)
 
     return off

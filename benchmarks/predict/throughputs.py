@@ -12,7 +12,7 @@ import numpy as np
 from autotune.predict.calibration import Prior, fit
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor, rate_factors
-from autotune.predict.step_time import StepWork, seconds, step_work, whole
+from autotune.predict.step_time import StepWork, seconds_by_part, step_seconds, step_work
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.gpu_specs import named_gpu
@@ -106,7 +106,8 @@ def fitted_tokens(runs: list[Run]) -> tuple[Any, dict[str, float]]:
         """(..., runs) at the logarithms of the fitted constants, (..., 3)."""
         factors = known | {name: np.exp(constants[..., i, None]) for i, name in enumerate(FITTED)}
         steps = [
-            whole(seconds(run.work, c, run.predictor._rates, factors)) for run, c in zip(runs, columns, strict=True)
+            step_seconds(seconds_by_part(run.work, c, run.predictor._rates, factors))
+            for run, c in zip(runs, columns, strict=True)
         ]
         return np.log([run.tokens_a_step for run in runs]) - np.log(np.concatenate(steps, axis=-1))
 

@@ -11,7 +11,7 @@ from autotune.predict import step_time
 from autotune.predict.calibration import TIME, time_priors
 from autotune.predict.features import Floats, columns_of
 from autotune.predict.predictor import Predictor, rate_factors
-from autotune.predict.step_time import DeviceRates, StepWork, seconds, step_work, whole
+from autotune.predict.step_time import DeviceRates, StepWork, seconds_by_part, step_seconds, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_hardware
@@ -48,7 +48,7 @@ def seconds_of(knobs: dict, hardware: Hardware, **changes: object) -> dict[str, 
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of({**batch, **knobs})], job)
     k = rate_factors(np.array([prior.mean for prior in TIME.values()]))
-    return seconds(step_work(job, TRACE, c, hardware.device), c, DeviceRates.of(hardware, job), k)
+    return seconds_by_part(step_work(job, TRACE, c, hardware.device), c, DeviceRates.of(hardware, job), k)
 
 
 def test_large_blocks_of_a_loss_are_touched_anew_on_cpu_ranks() -> None:
@@ -124,7 +124,7 @@ def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
 def test_parts_of_a_step_are_positive_and_add_up() -> None:
     knobs = {"zero_stage": 3, "offload_optimizer": "cpu", "activation_checkpointing": True}
     parts = seconds_of(knobs, named_hardware("a100", 2))
-    assert whole(parts) == pytest.approx(sum(float(one[0]) for one in parts.values()))
+    assert step_seconds(parts) == pytest.approx(sum(float(one[0]) for one in parts.values()))
     assert {name for name, one in parts.items() if one[0] > 0} == set(parts) - {"optimizer"}, "it steps on the host"
 
 
