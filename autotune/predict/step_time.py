@@ -377,7 +377,6 @@ def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
         "reduce_bucket_size": max(block, ends),
         "contiguous_gradients": False,
         zero + "prefetch_bucket_size": block,
-        zero + "max_live_parameters": ends + 2 * block,
         zero + "max_reuse_distance": ends + 2 * block,
         zero + "param_persistence_threshold": 0,
     }

@@ -67,11 +67,9 @@ GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 # DeepSpeed's defaults for keys that a config leaves out (deepspeed 0.19.8, runtime/zero/config.py).
 ZERO_DEFAULTS: dict[str, float] = {
     "reduce_bucket_size": 5e8,
-    "allgather_bucket_size": 5e8,
     "sub_group_size": 1e9,
     "contiguous_gradients": 1.0,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
-    "zero_optimization.stage3_max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
 }
