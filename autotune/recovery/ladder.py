@@ -92,11 +92,15 @@ def recovery_ladder(
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
     Measured values take precedence over predicted ones, which are scaled by the ratio of measured to predicted values of
-    `top`. Left out are candidates that have `failed`, that train something else than the user's config, that are predicted to
-    need no less memory than a device OOM among `failed`, that are the engine of such an OOM or of a rung above with no smaller
-    micro-batch, or that are faster than `top`, which won. A predicted speed of another micro-batch of the same engine is no
-    reason, as that needs less memory for sure. A loop by hand may count micro-batches, so its ladder keeps the micro-batch
-    as long as it can.
+    `top`. A loop by hand may count micro-batches, so its ladder keeps the micro-batch as long as it can.
+
+    Candidates are left out for these reasons:
+
+    - They have `failed`, or train something else than the user's config.
+    - They are not measured, and predicted to need no less memory than a device OOM among `failed`.
+    - They use the engine of such an OOM or of a rung above, with no smaller micro-batch.
+    - They are faster than `top`, which won. Predicted speeds do not exclude the engine of `top`, since its smaller
+      micro-batches need less memory for sure.
     """
     compatible = [one for one in _compatible(top, space, job, convert) if _explicit(one) != _explicit(top)]
     below_top = {one for one in compatible if not trains_otherwise(one)}
@@ -110,8 +114,9 @@ def recovery_ladder(
     for i, candidate in enumerate(candidates):
         if seen := measured.get(candidate):
             peaks[i], speeds[i] = seen.peak_bytes, seen.samples_per_second
-    is_own = np.array([one.family == top.family and one not in measured for one in candidates])
-    is_open = (speeds <= speeds[0]) | is_own
+    is_measured = np.array([one in measured for one in candidates])
+    is_own = np.array([one.family == top.family for one in candidates])
+    is_open = (speeds <= speeds[0]) | (is_own & ~is_measured)
     speeds = np.minimum(speeds, speeds[0])
     every = [
         Rung(candidate, float(peaks[i]), float(speeds[i]), candidate in measured, float(table.host_bytes[i]))
@@ -120,7 +125,7 @@ def recovery_ladder(
     micro_batches = np.array([candidate.micro_batch for candidate in candidates])
     for i, candidate in enumerate(candidates):
         if failed.get(candidate) is OutcomeKind.OOM_DEVICE:
-            is_open &= ((peaks < peaks[i]) | [rung.measured for rung in every]) & ~no_smaller(candidates, candidate)
+            is_open &= ((peaks < peaks[i]) | is_measured) & ~no_smaller(candidates, candidate)
         is_open[i] &= candidate not in failed
     ladder, at = [every[0]], 0
     while True:

@@ -231,9 +231,9 @@ class Supervisor:
         """Return the next rung that needs less of the memory that ran out; None if none is left."""
         if kind is OutcomeKind.OOM_HOST and self.hardware.device == "cuda":
             self._least_host_bytes = min(self._least_host_bytes, self.ladder[at].host_bytes or math.inf)
-        candidates, host_bytes = zip(*((rung.candidate, rung.host_bytes) for rung in self.ladder), strict=True)
-        self._too_large |= no_smaller(candidates, candidates[at])
-        left = np.flatnonzero(~self._too_large & (np.array(host_bytes) < self._least_host_bytes))
+        self._too_large |= no_smaller([rung.candidate for rung in self.ladder], self.ladder[at].candidate)
+        fits_host = [rung.host_bytes < self._least_host_bytes for rung in self.ladder]
+        left = np.flatnonzero(~self._too_large & fits_host)
         return next(iter(left[left > at].tolist()), None)
 
     def _sets_aside(self, end: AttemptEnd, *, first: bool) -> bool:
