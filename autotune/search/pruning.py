@@ -14,7 +14,6 @@ Some OOMs exclude nothing:
   (`downgrade_first_failure` in `search/tuner.py`).
 - A stored or a peer's OOM on a machine with clearly less memory (`Hardware.outgrew` in `problem/hardware.py`) is
   skipped by `TrialRecorder._learn` (`search/tuner.py`). The predictor still learns a device OOM of a search trial.
-- A candidate outside this call's space has no place in the pool.
 
 `Proposer.observe` (`search/proposer.py`) calls the pool after a search trial, also after a stored or a peer's one.
 `Proposer.apply_verification_failure` calls it after an OOM in a verification or a resume trial.
