@@ -106,9 +106,10 @@ class Confidence:
 
 
 def speed_left(ahead: Mixture, fits: Floats, groups: NDArray[np.intp]) -> float:
-    """Return the share of speed that the best untried candidate exceeds with a probability of 1 - PROBABILITY, in whole percent.
+    """Return the share of speed that the best untried candidate exceeds with a probability of 1 - PROBABILITY.
 
-    The bound is infinite beyond twice the speed. Errors are taken as equal within a group and as independent between groups.
+    The bound is rounded up to a whole percent, and infinite beyond twice the speed. Errors are taken as equal within a group
+    and as independent between groups.
 
     Args:
         ahead: logarithm of speed over the best measured candidate, for n candidates.
