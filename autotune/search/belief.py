@@ -201,7 +201,7 @@ def explain(
         np.concatenate([one.log_weights for one in found]),
         np.vstack([one.means for one in found]),
         np.vstack([one.sigmas for one in found]),
-        np.repeat([True, False], len(AMPLITUDES))[: len(found) * len(AMPLITUDES)],
+        np.repeat([True, False][: len(found)], len(AMPLITUDES)),
     )
 
 

@@ -125,12 +125,13 @@ class Budget:
 
         If the study has started no engine of its family, the slowest other start is used.
         """
-        best, starts = self._best, [(False, FIRST_TRIAL_SECONDS)]
+        best = self._best
+        starts = []  # (of the best's family, seconds)
         for record in self._look().ended:
             if record.role == SEARCH and record.outcome is not None and record.outcome.ok and record.outcome.started:
                 is_own = best is not None and record.candidate.family == best.family
                 starts.append((is_own, record.outcome.outside_seconds))
-        took = max(starts[1:] or starts)[1]
+        took = max(starts, default=(False, FIRST_TRIAL_SECONDS))[1]
         # a family that warmed up with a shortened accumulation uses whole steps next time
         shortened = best is not None and self._look().measured[best][1].extrapolated
         return took + WARMUP_STEPS * self._step_seconds * shortened
