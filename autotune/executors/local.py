@@ -354,8 +354,9 @@ class LocalSession:
         if any(result.get("repeats_seeds") for result in self._results):
             self.facts["repeats_seeds"] = True
         hardware = self._executor.hardware
-        about: dict[str, Any] = {"candidate": candidate, "job": self._job, "hardware": hardware, "facts": self.facts}
-        measurement = measurement_of(self._results, group.peaks(), **about)
+        measurement = measurement_of(
+            self._results, group.peaks(), candidate=candidate, job=self._job, hardware=hardware, facts=self.facts
+        )
         peak_bytes = max(measurement.peak_bytes, self._peak_bytes_outside_steps)
         measurement = dataclasses.replace(measurement, peak_bytes=peak_bytes)
         trace = TrainingTrace.merged([one.get("trace") for one in self._results])

@@ -331,5 +331,5 @@ def _are_samples(values: Sequence[Any]) -> bool:
     if not all(one.is_floating_point() for one in values):
         return False
     if dimensions == {2}:
-        return len(sizes[0]) > 1 == len(sizes[1])
+        return len(sizes[0]) > 1 and len(sizes[1]) == 1
     return dimensions == {3} and len(sizes[0]) == 1 and sizes[0] <= set(_CHANNELS)

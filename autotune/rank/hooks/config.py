@@ -185,7 +185,7 @@ def _pair(parser: Any, action: Any, found: Any) -> tuple[str, str] | None:
         pair = no_and_yes(one) if isinstance(one, str) else None
         if pair is not None and all(_taken(parser, action, word) == word for word in pair):
             return pair
-    # True for ints 0 and 1 too
+    # the ints 0 and 1 are equal to False and True
     return next((pair for pair in _PAIRS if [_taken(parser, action, word) for word in pair] == [False, True]), None)
 
 
