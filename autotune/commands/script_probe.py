@@ -141,10 +141,10 @@ class StartupDeadline:
 
     @contextmanager
     def ended(self, *, without_trial: bool) -> Iterator[None]:
-        """Go on if the deadline ends the work, to the end of a search without time.
+        """Suppress `Stopped` if the deadline ended the work, so that the search ends as one without time.
 
         Args:
-            without_trial: say instead that no trial ran.
+            without_trial: raise NoWinner in its place.
 
         Raises:
             NoWinner: the deadline ended work without which there is no trial.
@@ -214,7 +214,7 @@ def _stored(path: Path, key: str, script: Script) -> tuple[dict[str, Any], Outco
     if not known.hold(key, script.cwd):
         return None
     facts = known.data.get("profile") or known.data["facts"]
-    outcomes = [Outcome.from_json(one) if (one := known.data.get(name)) else None for name in ("baseline", "ran_out")]
+    outcomes = [one and Outcome.from_json(one) for one in map(known.data.get, ("baseline", "ran_out"))]
     return (facts, *outcomes) if is_data(ScriptProfile.from_json(facts), script) else None
 
 
@@ -685,15 +685,15 @@ def carriers_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> Sc
             lines.append(f"{tried}: not taken, {why}")
             continue
         seen |= changed.keys()
-        taken = dict[str, str]()
+        before = len(found)
         for name in (*wanted, STEP):
             fits = [one for one in new if name in may_be[one] and changed[one] == times[name] * places[one]]
-            free = name not in found and not found.keys() | taken.keys() >= {*wanted}
-            if free and fits and fits[0] not in taken.values():
-                taken[name] = fits[0]
-        found |= taken
+            is_sought = name not in found and not found.keys() >= {*wanted}
+            if is_sought and fits and fits[0] not in found.values():
+                found[name] = fits[0]
+        taken = ", ".join([*found.values()][before:])
         steps = ", ".join(f"{_NAMED[knob]} {float(own[knob] * times[knob]):g}" for knob in (MICRO_BATCH, ACCUMULATION))
-        lines.append(f"{tried}: {steps}; taken: {', '.join(taken.values()) or 'nothing, no value explains it'}")
+        lines.append(f"{tried}: {steps}; taken: {taken or 'nothing, no value explains it'}")
     if found.keys() - {MICRO_BATCH} or (found and loop.loop_accumulates == "cuts"):
         profile = loop
     own = own_numbers(profile)
@@ -800,9 +800,9 @@ def _other_values(
 def _times_with(
     runs: ShortRuns, script: Script, facts: dict[str, Any], values: dict[str, int]
 ) -> tuple[dict[str, Fraction], str]:
-    """Return how many times the numbers of the script's steps are its own in a run with these values of places.
+    """Return the factors by which micro-batch, accumulation and samples of a step change in a run with other values of places.
 
-    Without such steps, the text says why.
+    If its steps cannot be counted, there are no factors, and the text is the reason.
     """
     argv, in_words = list(script.argv), argument_names(script.argv)
     tried = {place: value for place, value in values.items() if not place.startswith("-") and place not in in_words}
@@ -811,8 +811,7 @@ def _times_with(
     seen, flags = script.profile, (*script.flags, *zip(tried, tried, strict=True))
     profile = ScriptProfile(largest=seen.largest, pads_to=seen.pads_to, tried_values=tried)
     typed = with_argument_files(replace(script, argv=tuple(argv), flags=flags, profile=profile))
-    job = replace(runs.executor.job, script=typed)
-    outcome, now = runs.run(Candidate(()), "probe-flags", job)
+    outcome, now = runs.run(Candidate(()), "probe-flags", replace(runs.executor.job, script=typed))
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return {}, outcome.reason or "its steps cannot be counted"
     rows, micros = Fraction(now["rows"], facts["rows"]), Fraction(now["micros"], facts["micros"])
