@@ -121,7 +121,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.timed: list[float] = []  # seconds of every measured step
         self.batches: list[Batch] = []  # of every measured step
         self.short_steps = 0  # number of steps that ended their data
-        self.lengths: list[set[int]] = []  # tokens of a row, in the forwards of every step of a probe run
+        self.lengths: list[set[int]] = []  # tokens of a row, in the forwards of every step
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self._evaluating = False  # True if the model was in evaluation mode in the last step
 
@@ -558,14 +558,12 @@ def check_batch(batch: Batch, candidate: Candidate, profile: ScriptProfile) -> s
             unit = "sequences"  # one row per forward with concatenated samples
     seen, got = batch.micro_batches or micros, getattr(batch, unit)
     whole = asked * seen / micros
-    gave, knob = (
-        f"the script gave {got} {unit} a step where {asked:g} were asked for",
-        f"sets the batch, like --map {MICRO_BATCH}",
-    )
+    gave = f"the script gave {got} {unit} a step where {asked:g} were asked for"
+    sets = f"sets the batch, like --map {MICRO_BATCH}"
     if abs(seen - micros) > 0.5:
         gave = f"the script accumulated {seen} micro-batches where {micros:g} were asked for"
-        knob = f"sets it, like --map {ACCUMULATION}"
-    text = f"{gave}: say which flag {knob}=--FLAG"
+        sets = f"sets it, like --map {ACCUMULATION}"
+    text = f"{gave}: say which flag {sets}=--FLAG"
     # the last step of an epoch may have fewer micro-batches, and its last micro-batch fewer sequences
     fits = not asked or whole - asked / candidate.accumulation + 0.5 <= got <= whole + 0.5
     if seen > micros + 0.5 or not fits:
