@@ -362,7 +362,9 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         yield Finding("bad", "torch", errors["torch"], "nothing can be measured", _TRAIN_THERE)
         return
     build = f"{torch['version']}, " + (f"CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build")
-    trouble = errors.get("context", "" if torch["available"] else "no GPU, although the driver finds one")
+    trouble = errors.get("context")
+    if not torch["available"]:  # no context was started
+        trouble = "no GPU, although the driver finds one"
     if device == "cuda" and trouble:
         fix = "end other processes on this GPU, or choose another with CUDA_VISIBLE_DEVICES"
         if "driver" in trouble:
