@@ -39,7 +39,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """Mark of a trial: shape and colour show the stage, hollow marks offload, a cross marks a failure."""
+    """Mark of a trial: shape and colour show the stage, hollow marks offload, a cross marks an OOM."""
 
     trial: Trial
     x: float
