@@ -121,6 +121,10 @@ class RandomState:
             finally:
                 self._is_scripts = theirs
 
+        def choose(call: Call) -> Any:
+            options = call.given["seq"]
+            return options[int.from_bytes(kernel(8), "big") % max(1, len(options))]
+
         def seed_torch(_: Call) -> int:
             torch.manual_seed(number := self._number())
             return number
@@ -130,9 +134,7 @@ class RandomState:
         # Names by uuid and tokens must differ between trials that share a folder. numpy takes its seeds from `secrets.randbits`.
         patches.wrap(uuid, "uuid4", lambda _: uuid.UUID(bytes=kernel(16), version=4))
         patches.wrap(secrets, "token_bytes", lambda call: kernel(call.given["nbytes"] or secrets.DEFAULT_ENTROPY))
-        patches.wrap(
-            secrets, "choice", lambda call: call.args[0][int.from_bytes(kernel(8), "big") % max(1, len(call.args[0]))]
-        )
+        patches.wrap(secrets, "choice", choose)
         seeds(random.Random, "seed", seed_python)
         seeds(random, "seed", seed_python)
         for owner in (torch, torch.random):

@@ -61,6 +61,7 @@ def test_default_seeds_are_those_of_the_study_and_the_rank(patches: Patches, sou
     [
         lambda: uuid.uuid4(),
         lambda: secrets.token_hex(8),
+        lambda: secrets.choice(seq=range(1 << 60)),
         lambda: "".join(secrets.choice(string.ascii_letters) for _ in range(16)),  # as Weights & Biases names runs
     ],
 )
