@@ -417,11 +417,13 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "experts_elsewhere": sum(map(_elements_elsewhere, module.parameters())),
         "sequence_ranks": max(1, getattr(engine, "sequence_parallel_size", 1)),
         "flags": sorted(context.flags),
-        **{name: getattr(context, name) for name in _OF_CONTEXT},
+        "through_arguments": context.through_arguments,
+        "averages_by_rank": context.averages_by_rank,
+        "zero_init": context.zero_init,
+        "relaunched": context.relaunched,
+        "integers": context.integers,
+        "spellings": context.spellings,
     }
-
-
-_OF_CONTEXT = ("through_arguments", "averages_by_rank", "zero_init", "relaunched", "integers", "spellings")
 
 
 def _elements_elsewhere(parameter: Any) -> int:
