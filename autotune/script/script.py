@@ -248,12 +248,12 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
             wanted["--include"] = f"localhost:{','.join(shown[:ranks])}"
         else:
             wanted[_RANKS_OPTION[line.kind]] = str(ranks)
-    elsewhere = CONFIG_FLAG in argument_names(script.argv) or carries_config(script)
+    inside = CONFIG_FLAG in argument_names(script.argv) or carries_config(script)
     if file is not None:
         wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
         if (precision := file.data.get("mixed_precision", "no")) != "no" and "mixed_precision" not in line.options:
             wanted["--mixed_precision"] = str(precision)
-    elif line.kind == ACCELERATE and not elsewhere:
+    elif line.kind == ACCELERATE and (script.ds_config or not inside):  # `--deepspeed` may be a switch
         wanted["--deepspeed_config_file"] = config
     known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
     if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:

@@ -383,6 +383,8 @@ def test_accelerates_flags(folder: Path) -> None:
     assert command[command.index("--gradient_accumulation_steps") + 1] == "1", "the loop sums, and the engine must not"
     named = make_script(["accelerate", "launch", "--deepspeed_config_file", "ds.json", "train.py"], [])
     assert config_path(named) == folder / "ds.json"
+    _, command, _ = trained("accelerate launch --deepspeed_config_file ds.json train.py --deepspeed")
+    assert "best.json" in command, "the script's own flag is a switch"
 
 
 def test_what_accelerates_command_says_is_not_said_again(folder: Path) -> None:
