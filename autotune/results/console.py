@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -273,8 +273,9 @@ def make_observer(console: Console, quiet: bool) -> PlainObserver:
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
     """Build a table of every trial with its result or reason; trials that cannot win are dimmed."""
     table = DataTable(box=None, pad_edge=False, header_style="bold")
-    for heading in ("#>", "candidate", "outcome", "samples/s>", "step>", "peak>", "why tried / what happened"):
-        table.add_column(heading.rstrip(">"), overflow="fold", justify="right" if heading.endswith(">") else "left")
+    for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
+        justify: JustifyMethod = "right" if heading in ("#", "samples/s", "step", "peak") else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for record in records:
         outcome = record.outcome
         if outcome is None:
