@@ -67,9 +67,8 @@ class Chart:
     y: Axis
     capacity: float
     ceiling: float
-    marks: Sequence[Mark]  # OOMs, then from back to front
+    marks: Sequence[Mark]  # OOMs, then from back to front: the winner comes last
     front: Sequence[tuple[float, float]]  # of the trials that no other trial beats in both, smallest first
-    ring: Mark | None  # the winner's
 
 
 def speed_against_memory(report: StudyReport) -> Chart | None:
@@ -106,5 +105,4 @@ def speed_against_memory(report: StudyReport) -> Chart | None:
         x.share(ceiling_bytes),
         marks,
         front,
-        marks[-1] if winner is not None else None,
     )
