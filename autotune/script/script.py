@@ -225,9 +225,11 @@ def _starts_itself(script: Script) -> bool:
 
 def read_variables(script: Script, candidate: Candidate) -> dict[str, str]:
     """Return the variables that the script reads, with the values of a candidate in those that carry its knobs."""
-    carried = {flag: value for flag, value in settings(script, candidate).items() if flag.startswith(VARIABLE)}
-    values = {flag.removeprefix(VARIABLE): str(value) for flag, value in carried.items()}
-    return {**to_set(script.profile.environment), **values}
+    found = to_set(script.profile.environment)
+    for place, value in settings(script, candidate).items():
+        if place.startswith(VARIABLE):
+            found[place.removeprefix(VARIABLE)] = str(value)
+    return found
 
 
 def variables_for(script: Script, candidate: Candidate, ranks: int) -> dict[str, str]:
@@ -239,9 +241,9 @@ def variables_for(script: Script, candidate: Candidate, ranks: int) -> dict[str,
 
 def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:
     """Return the launcher's words as typed, with the number of ranks and the winner's config inserted."""
-    file, named = launcher_file(script), launcher_data(script.files).get("num_processes")
-    wanted: dict[str, str] = {}
-    if ranks not in (line.ranks, named if line.ranks is None else None) and "include" not in line.options:
+    file, wanted = launcher_file(script), dict[str, str]()
+    given_ranks = line.ranks or launcher_data(script.files).get("num_processes")
+    if ranks != given_ranks and "include" not in line.options:
         shown = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
         if line.kind == DEEPSPEED and len(shown) >= ranks and all(one.isdigit() for one in shown):
             # With `--num_gpus` it ignores this variable and takes the first GPUs (deepspeed 0.19.8, launcher/runner.py).
