@@ -71,7 +71,7 @@ _LEAST_MEMORY: dict[str, Value] = {
 # accept the script's own optimizer
 _ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
-# causes that need no traceback, by a pattern of a line of the exceptions' types, the reason and its evidence
+# causes that need no traceback, by a pattern to search in the exceptions' types, the reason and its evidence
 _CAUSES = {
     r"EOF when reading a line": "asks for input, and ranks have nobody to ask: give the answer as an argument",
     r"^bdb\.BdbQuit": "stops at a breakpoint, and ranks have nobody to ask: take it out",

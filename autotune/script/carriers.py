@@ -25,8 +25,6 @@ from autotune.script.command_line import framework_of
 STEP = BATCH_KEYS[0]  # name of the samples of a rank's optimizer step, among the knobs that places carry
 # Hugging Face's names, in Trainer's arguments and in the parsers of its examples.
 KNOWN_FLAGS = {knob: f"--{one.trainer}" for knob, one in KNOBS.items() if one.trainer}
-
-
 # words of a name that tell that it holds a batch or an accumulation
 OF_A_BATCH = re.compile(r"batch|accum|micro|(?<![a-z])(?:m?bsz?|acc|gas)(?![a-z])", re.IGNORECASE)
 
