@@ -149,12 +149,12 @@ class Predictor:
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Record an Outcome. The next prediction fits the constants again."""
-        if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
+        known, ran = self._seen.get(candidate, outcome), outcome.measurement is not None
+        if ran or outcome.kind is OutcomeKind.OOM_DEVICE:
             self._seen[candidate] = outcome
-        elif outcome.least_step_seconds is not None:
-            self._seen.setdefault(candidate, outcome)
-        ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
-        if ran and candidate.offloaded:
+        elif outcome.least_step_seconds is not None and known.least_step_seconds is not None:
+            self._seen[candidate] = outcome  # a call with a larger budget raises the bound
+        if candidate.offloaded and (ran or outcome.kind is OutcomeKind.OOM_HOST):
             self._host_seen[candidate] = outcome
         self._stale = True
 
@@ -191,7 +191,7 @@ class Predictor:
         estimate = self.prepare(candidates).memory.host
         offloaded = estimate > 0  # otherwise all of it is on NVMe
         if offloaded.any():
-            told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
+            told = np.array(outcomes, dtype=object)[offloaded].tolist()
             self._host = fit_host(estimate[offloaded], told, self.hardware)
 
     @property
@@ -213,8 +213,7 @@ class Predictor:
             inside = np.where(known, at.allocated / np.where(known, torchs, 1.0) - 1, off)
             # After an OOM more is needed than the card has. Only a prediction below the capacity pulls, as agreement
             # is no evidence.
-            off = np.where(measured, 0.5 * (off + inside), np.minimum(at.needed / seen - 1, 0.0))
-            return np.asarray(off)
+            return np.asarray(np.where(measured, 0.5 * (off + inside), np.minimum(at.needed / seen - 1, 0.0)))
 
         self._memory = fit(self._with_measured_overhead(outcomes), residuals, noise=self._memory_noise)
 

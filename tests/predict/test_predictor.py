@@ -42,9 +42,13 @@ def outcome_of(replay_table: ReplayTable, candidate: Candidate, factor: float = 
     return Outcome(OutcomeKind.OK, measurement=Measurement(seconds, 0.0, 4, 1.0, 1.0, peak))
 
 
+def worked(replay_table: ReplayTable) -> list[Candidate]:
+    return [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+
+
 def errors(replay_table: ReplayTable, predictor: Predictor) -> tuple[float, float]:
     """Median error of peaks; of the logarithm of step seconds too, a common factor aside: order is what counts."""
-    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+    ok = worked(replay_table)
     table = predictor.table(ok)
     peak = np.array([replay_table.rows[c].peak_gib for c in ok]) * GIB
     step = np.array([replay_table.rows[c].step_seconds for c in ok])
@@ -53,7 +57,7 @@ def errors(replay_table: ReplayTable, predictor: Predictor) -> tuple[float, floa
 
 
 def test_one_trial_helps_and_more_help_more(replay_table: ReplayTable) -> None:
-    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+    ok = worked(replay_table)
     found = []
     for count, starts in ((0, [0]), (1, range(0, len(ok), len(ok) // 12)), (12, [100])):
         each = []
@@ -70,7 +74,7 @@ def test_one_trial_helps_and_more_help_more(replay_table: ReplayTable) -> None:
 
 
 def test_one_wrong_trial_cannot_wreck_it(replay_table: ReplayTable) -> None:
-    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK][50::60][:12]
+    ok = worked(replay_table)[50::60][:12]
     good, bad = fresh(replay_table), fresh(replay_table)
     for i, candidate in enumerate(ok):
         good.observe(candidate, outcome_of(replay_table, candidate))
@@ -82,23 +86,31 @@ def test_one_wrong_trial_cannot_wreck_it(replay_table: ReplayTable) -> None:
 
 def test_an_out_of_memory_counts_where_it_disagrees(replay_table: ReplayTable) -> None:
     predictor = fresh(replay_table)
-    capacity = predictor.hardware.capacity_bytes
-    at = predictor.table(list(replay_table.rows)).peak
-    candidate = list(replay_table.rows)[int(np.argmin(abs(at - 0.8 * capacity)))]
+    capacity, rows = predictor.hardware.capacity_bytes, list(replay_table.rows)
+    at = predictor.table(rows).peak
+    candidate = rows[int(np.argmin(abs(at - 0.8 * capacity)))]
     before = predictor.predict(candidate)
     predictor.observe(candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     after = predictor.predict(candidate)
     assert after.peak_bytes > 1.1 * before.peak_bytes
-    over = list(replay_table.rows)[int(np.argmax(at))]  # one that was predicted to run out anyway teaches little
+    over = rows[int(np.argmax(at))]  # one that was predicted to run out anyway teaches little
     calm = fresh(replay_table)
     calm.observe(over, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     assert calm.predict(candidate).peak_bytes == pytest.approx(before.peak_bytes, rel=0.02)
 
 
+def test_a_later_bound_of_a_step_replaces_the_earlier_one(replay_table: ReplayTable) -> None:
+    predictor, candidate, steps = fresh(replay_table), worked(replay_table)[0], []
+    for seconds in (3.0, 5.0):
+        predictor.observe(candidate, Outcome(OutcomeKind.TIMEOUT, least_step_seconds=seconds))
+        steps.append(predictor.predict(candidate).step_seconds)
+    assert steps[1] > steps[0]
+
+
 def test_the_true_best_is_never_ruled_out(replay_table: ReplayTable) -> None:
     import random
 
-    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+    ok = worked(replay_table)
     best = min(ok, key=replay_table.seconds_per_sample)
     for seed in range(8):
         predictor = fresh(replay_table)
@@ -233,7 +245,7 @@ def test_the_overhead_is_expected_by_link_ranks_and_architecture() -> None:
 
 
 def test_an_overhead_that_was_measured_is_believed(replay_table: ReplayTable) -> None:
-    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK][::40][:4]
+    ok = worked(replay_table)[::40][:4]
     told, untold = fresh(replay_table), fresh(replay_table)
     for i, candidate in enumerate(ok):
         outcome = outcome_of(replay_table, candidate)
