@@ -114,7 +114,7 @@ def wrong_bound() -> str:
         for row in rows
         if row["trials95"] is None or row["trials95"] > 2 * (tpe[row["landscape"]] or float("inf"))
     ]
-    text = f"Within twice TPE's median: {len(rows) - len(beyond)} of {len(rows)} ({rows[0]['seeds']} seeds each)"
+    text = f"Within twice TPE's median: {len(rows) - len(beyond)} of {len(rows)} (seeds each: {rows[0]['seeds']})"
     return text + (f"; beyond it: {listed(beyond)}." if beyond else ".")
 
 
