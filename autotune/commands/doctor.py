@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,11 +42,13 @@ from autotune.util.interpreter import APART, OWN, Interpreter
 from autotune.util.units import GIB, MIB, format_bytes
 from autotune.versions import dotted, newer, release
 from autotune.workers.gpu_locks import lock_holder
+from autotune.workers.host_workers import LivenessCheck
 from autotune.workers.launchers import MARK, trial_environment
 from autotune.workers.process_tree import end_processes_with_variable
 
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
+_IDLE_SECONDS = 120.0  # limit without any computation or I/O of the probe and its compilers
 
 
 @dataclass(frozen=True)
@@ -297,13 +301,17 @@ def _libraries(doing: Callable[[str], None], interpreter: Interpreter) -> Iterat
     facts, last = _examination(device, doing, interpreter)
     if facts is not None:
         yield from judge_libraries(facts, device)
+    elif last is None:
+        found = f"no compiler and nothing else worked for {_IDLE_SECONDS:.0f} s"
+        fix = "try `ds_report`; its output shows where a build hangs"
+        yield Finding("bad", "libraries", found, "nothing can be measured", fix)
     else:
         yield Finding("bad", "libraries", f"the probe died: {last[:160]}", "nothing can be measured", "reinstall torch")
 
 
 def _examination(
     device: str, doing: Callable[[str], None], interpreter: Interpreter
-) -> tuple[dict[str, Any] | None, str]:
+) -> tuple[dict[str, Any] | None, str | None]:
     """Run the examination in the Python of the ranks.
 
     Args:
@@ -312,9 +320,21 @@ def _examination(
         interpreter: of the ranks.
 
     Returns:
-        The facts, or None; and the last line of its errors.
+        The facts, or None; and the last line of its errors, or None if it hung.
     """
-    mark, facts = uuid.uuid4().hex, None
+    mark, hung, over, facts = uuid.uuid4().hex, threading.Event(), threading.Event(), None
+
+    def watch() -> None:
+        check, progressed_at = LivenessCheck(), time.monotonic()
+        while not over.wait(1.0):
+            now = time.monotonic()
+            if check.made_progress([child.pid]):
+                progressed_at = now
+            if now - progressed_at > _IDLE_SECONDS:
+                hung.set()
+                end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
+                return
+
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
             [interpreter.path, "-c", APART + _EXAMINATION, *_OPS],
@@ -326,6 +346,8 @@ def _examination(
             encoding="utf-8",
             errors="replace",
         )
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             for line in child.stdout or ():
                 if line.startswith("DOING"):
@@ -334,11 +356,13 @@ def _examination(
                     facts = json.loads(line[5:])
             child.wait()
         finally:
-            end_processes_with_variable(MARK, mark)  # its compilers too
+            over.set()
+            watcher.join()
+            end_processes_with_variable(MARK, mark)
             child.wait()
         errors.seek(0)
         last = (errors.read().strip().splitlines() or ["no output"])[-1]
-    return facts, last
+    return facts, None if hung.is_set() else last
 
 
 def _known_faults(deepspeed: tuple[int, ...]) -> Iterator[Finding]:

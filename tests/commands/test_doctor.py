@@ -107,12 +107,22 @@ def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
     assert faults.found.startswith("stage 0 in fp16; ")
 
 
-def test_a_probe_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(300)  # the compiler holds the output open for longer
+def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(doctor, "APART", "")
     monkeypatch.setattr(doctor, "_EXAMINATION", "import sys; print('DOING this'); sys.exit('Segmentation fault')")
     assert "Segmentation fault" in by_name(doctor._libraries(heard.append, OWN))["libraries"].found
     assert heard == ["this"], "each step is said as it begins"
+
+    assert doctor._IDLE_SECONDS == 120.0
+    monkeypatch.setattr(doctor, "_IDLE_SECONDS", 1.0)
+    compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+    monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
+    found = by_name(doctor._libraries(heard.append, OWN))["libraries"]
+    assert found.level == "bad"
+    assert "no compiler and nothing else worked for 1 s" in found.found
+    assert heard == ["this"], "nothing is said again while a step lasts"
 
 
 def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:
