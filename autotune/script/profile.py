@@ -67,17 +67,18 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
     if not seen["rows"]:
         return _counted(facts, facts["micro_batch"], facts["accumulation"], "", 1)
     declared = [facts["accumulation"], *(one for one in said.get(ACCUMULATION, ()) if micros % one == 0)]
-    for steps in (declared, [micros]):  # a loop that steps at every backward ignores the config's accumulation
-        pairs = [(size, times) for times in steps for size in sizes]
-        for unit, count in seen.items():
-            fits = [
-                (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
-            ]
-            if fits:
-                # min() takes the first of equally near values, which is the config's
-                per_sample, size, times = min(fits, key=lambda fit: fit[0])
-                return _counted(facts, size, times, unit, per_sample)
-    return None
+    pairs = [(size, times) for times in declared for size in sizes]
+    for unit, count in seen.items():
+        fits = [
+            (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
+        ]
+        if fits:
+            # min() takes the first of equally near values, which is the config's
+            per_sample, size, times = min(fits, key=lambda fit: fit[0])
+            return _counted(facts, size, times, unit, per_sample)
+    # A loop that steps at every backward ignores the config's accumulation.
+    unheeded = next((size for size in sizes if seen["rows"] == size * micros), None)
+    return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
 
 
 def growth_line(grows: Sequence[int]) -> str:
